@@ -80,7 +80,9 @@ def _mismatch(error: ValueError, tree: Any, rest: Sequence[Any]) -> Exception:
     return TreeError(f"trees of different structure: {error}", got=str(shapes), expected=str(structure(tree)))
 
 
-def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[Path, Any]], TreeDef]:
+def flatten_with_path(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[Path, Any]], TreeDef]:
     """([(path, leaf), ...], structure) of a tree."""
     accessors, values, treedef = optree.tree_flatten_with_accessor(tree, is_leaf, namespace=NAMESPACE)
     return [(tuple(_key(entry) for entry in accessor), leaf) for accessor, leaf in zip(accessors, values)], treedef

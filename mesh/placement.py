@@ -1,0 +1,141 @@
+"""Between partition specs and DTensor placements, and which block of a value a rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ptrainx.core import torch_compat as tc
+from ptrainx.core.errors import SpecError
+from ptrainx.mesh.mesh import AbstractMesh
+from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
+
+__all__ = [
+    "check_spec",
+    "contiguous_strides",
+    "local_block",
+    "local_shape",
+    "placements_of",
+    "spec_of",
+    "spec_of_placements",
+    "tensor_spec",
+]
+
+
+def placements_of(spec: PartitionSpec, mesh: AbstractMesh) -> tuple[Placement, ...]:
+    """A spec as DTensor writes it: one placement a mesh axis.
+
+    >>> placements_of(P("data"), AbstractMesh(data=2, model=2))
+    (Shard(dim=0), Replicate())
+    """
+
+    def one(axis: str) -> Placement:
+        dim = spec.dim_of(axis)
+        if dim is not None:
+            return Shard(dim)
+        return Partial("sum") if axis in spec.unreduced else Replicate()
+
+    return tuple(one(axis) for axis in mesh.axis_names)
+
+
+def spec_of_placements(placements: Sequence[Placement], axis_names: Sequence[str], ndim: int) -> PartitionSpec:
+    """DTensor placements as a spec."""
+    entries: list[list[str]] = [[] for _ in range(ndim)]
+    owed = []
+    for axis, placement in zip(axis_names, placements):
+        if placement.is_partial():
+            owed.append(axis)
+        elif tc.is_strided_shard(placement) or isinstance(placement, Shard):
+            entries[placement.dim % max(ndim, 1)].append(axis)  # type: ignore[attr-defined]
+    return P(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries), unreduced=owed)
+
+
+def spec_of(value: DTensor) -> PartitionSpec:
+    """The partition spec of a placed value."""
+    return spec_of_placements(value.placements, value.device_mesh.mesh_dim_names or (), value.ndim)
+
+
+def check_spec(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], where: str = "value") -> None:
+    """Refuses a spec that does not fit its mesh or the shape of its value.
+
+    Raises:
+        SpecError: an unknown axis, more entries than dims, axes of one dim out of mesh order, a dim that its axes do
+            not divide.
+    """
+    sizes = mesh.shape
+    for axis in (*spec.axes, *spec.unreduced):
+        if axis not in sizes:
+            raise SpecError(
+                f"{where}: {spec} names axis {axis!r}, which the mesh does not have",
+                got=f"axis {axis!r}",
+                expected=f"one of {', '.join(map(repr, sizes))}",
+                fix=f"add the axis to make_mesh (its size may be 1), or take {axis!r} out of the spec",
+            )
+    if len(spec) > len(shape) and any(e is not None for e in spec.entries[len(shape) :]):
+        raise SpecError(
+            f"{where}: {spec} has {len(spec)} entries for a value of {len(shape)} dims",
+            got=f"shape {tuple(shape)}",
+            expected=f"at most {len(shape)} entries",
+            fix="one entry a dim; P() replicates",
+        )
+    for dim, (n, entry) in enumerate(zip(shape, spec.entries)):
+        axes = axes_of(entry)
+        order = [a for a in mesh.axis_names if a in axes]
+        if list(axes) != order:
+            raise SpecError(
+                f"{where}: dim {dim} is split by {axes}, which is not the order of the mesh's axes",
+                expected=f"{tuple(order)}",
+                fix="list a dim's axes in mesh order, or make the mesh with its axes in the other order",
+            )
+        parts = math.prod(sizes[a] for a in axes)
+        if n % parts:
+            split = " x ".join(f"{a}={sizes[a]}" for a in axes)
+            raise SpecError(
+                f"{where}: dim {dim} of size {n} is not divisible by {split}",
+                got=f"shape {tuple(shape)} with {spec} over {parts} shards",
+                expected=f"a multiple of {parts}",
+                fix=f"pad dim {dim} to {-(-n // parts) * parts}, split another dim, or take {axes} out of the spec",
+            )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(int(n), 1)
+    return tuple(reversed(strides))
+
+
+def tensor_spec(device_mesh: Any, spec: PartitionSpec, mesh: AbstractMesh, like: Any) -> Any:
+    """The DTensorSpec of a contiguous global value with the shape and dtype of `like`."""
+    return tc.make_spec(device_mesh, placements_of(spec, mesh), like.shape, contiguous_strides(like.shape), like.dtype)
+
+
+def local_block(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
+    """The slices of the global value that a rank holds; for a spec that `check_spec` has passed."""
+    coords = dict(zip(mesh.axis_names, mesh.rank_coords(rank)))
+    sizes = mesh.shape
+    block = []
+    for dim, n in enumerate(shape):
+        index, parts = 0, 1
+        for axis in axes_of(spec[dim]) if dim < len(spec) else ():
+            index, parts = index * sizes[axis] + coords[axis], parts * sizes[axis]
+        step = n // parts
+        block.append(slice(index * step, (index + 1) * step))
+    return tuple(block)
+
+
+def local_shape(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a rank's part; for a spec that `check_spec` has passed."""
+    return tuple(s.stop - s.start for s in local_block(spec, mesh, shape, 0))
+
+
+def is_first_owed(spec: PartitionSpec, mesh: AbstractMesh, rank: int) -> bool:
+    """Whether a rank holds the value where a sum is owed (the others hold zeros)."""
+    coords = dict(zip(mesh.axis_names, mesh.rank_coords(rank)))
+    return all(coords[axis] == 0 for axis in spec.unreduced)

@@ -1,0 +1,41 @@
+"""Settings read from the environment, each time they are asked for.
+
+| variable | meaning |
+|---|---|
+| `PTRAINX_LOG` | comma-separated topics to log: `retrace`, `graph` |
+| `PTRAINX_CHECK_INPUTS` | `1`: compare plain inputs between ranks at every call, not just the first |
+| `PTRAINX_AGREEMENT_TIMEOUT` | seconds that ranks wait for each other before a graph's first run (default 120) |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+__all__ = ["agreement_timeout", "check_inputs", "log"]
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("ptrainx")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("ptrainx: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    return logger
+
+
+def log(topic: str, message: str) -> None:
+    """Writes a message if `PTRAINX_LOG` names its topic."""
+    if topic in os.environ.get("PTRAINX_LOG", "").split(","):
+        _logger().info("%s: %s", topic, message)
+
+
+def check_inputs() -> bool:
+    """Whether plain inputs are compared between ranks at every call."""
+    return os.environ.get("PTRAINX_CHECK_INPUTS") == "1"
+
+
+def agreement_timeout() -> float:
+    """Seconds to wait for the other ranks to agree on a graph."""
+    return float(os.environ.get("PTRAINX_AGREEMENT_TIMEOUT", "120"))
