@@ -37,7 +37,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         u_t &= \frac{m_t / (1 - b_1^t)}{\sqrt{v_t / (1 - b_2^t)} + \text{eps}}
 
     with :math:`m_0 = v_0 = 0`. Seven ops a leaf: the two bias corrections are folded into one factor and one term,
-    both computed once a step in float64 (in float32, :math:`1 - 0.999^t` would be off by 1e-5 at first).
+    both computed once a step in float64 (in float32, :math:`1 - 0.999^t` would be off by 1e-5 at first). The averages
+    have the parameters' dtype, for which float16 is too narrow: there an `eps` below 6e-8 is zero.
 
     Args:
         b1: decay of the mean, in [0, 1).

@@ -63,9 +63,8 @@ def clip_by_global_norm(max_norm: float | torch.Tensor) -> GradientTransformatio
     check("clip_by_global_norm", max_norm=(max_norm, POSITIVE_OR_TENSOR))
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        norm = global_norm(updates)
-        bounded = torch.maximum(norm, max_norm) if isinstance(max_norm, torch.Tensor) else norm.clamp(min=max_norm)
-        return times(updates, max_norm / bounded), state
+        # The bound on the quotient, not on the norm, makes it exactly 1 where nothing is clipped, and at norm 0.
+        return times(updates, (max_norm / global_norm(updates)).clamp(max=1.0)), state
 
     return GradientTransformation(lambda params: EmptyState(), update)
 

@@ -84,7 +84,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> G
     .. math::
         s_t = s_{t-1} + g_t^2, \qquad u_t = g_t / \sqrt{s_t + \text{eps}}, \text{ and 0 where } s_t = 0
 
-    with :math:`s_0` = `initial_accumulator_value`. Five ops a leaf.
+    with :math:`s_0` = `initial_accumulator_value`. Four ops a leaf.
 
     Args:
         initial_accumulator_value: where the sum starts; >= 0.
@@ -111,8 +111,9 @@ def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> G
         return torch.addcmul(total, update, update)
 
     def precondition(update: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        # Where the sum is 0 so is the update, whatever the denominator; with eps = 0 that would be 0 / 0.
-        return torch.where(total > 0, update / (total + eps).sqrt(), 0.0).to(update.dtype)
+        scaled = update / (total + eps).sqrt()
+        # Where the sum is 0, so is the update; only without eps does that give 0 / 0.
+        return (scaled if eps > 0 else torch.where(total > 0, scaled, 0.0)).to(update.dtype)
 
     def update(updates: Any, state: ScaleByRssState, params: Any = None) -> tuple[Any, ScaleByRssState]:
         total = tree.map(add_square, updates, state.sum_of_squares)

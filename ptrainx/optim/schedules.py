@@ -1,7 +1,8 @@
 """Schedules: functions from step count to a value, usually the learning rate.
 
 A schedule takes an int and gives a float, or takes an integer tensor (0-d inside a step, of any shape for a plot) and
-gives a float64 tensor of its shape. A 0-d float64 tensor does not promote the tensors that it multiplies.
+gives a float64 tensor of its shape. A 0-d float64 tensor does not promote the tensors that it multiplies. Any function
+of the count is a schedule; in one of your own, `count / 10` of an integer tensor is float32 unless you convert first.
 """
 
 from __future__ import annotations
@@ -144,11 +145,11 @@ def exponential_decay(
     )
 
     def schedule(count: Any) -> Any:
-        steps = _bound(_real(count) - transition_begin, 0, math.inf)
-        value = init_value * decay_rate ** (steps // transition_steps if staircase else steps / transition_steps)
+        steps = _bound(_real(count) - transition_begin, 0)
+        value = init_value * _power(decay_rate, steps // transition_steps if staircase else steps / transition_steps)
         if end_value is None:
             return value
-        return _bound(value, end_value, math.inf) if decay_rate < 1 else _bound(value, -math.inf, end_value)
+        return _bound(value, end_value) if decay_rate < 1 else _bound(value, None, end_value)
 
     return schedule
 
@@ -216,7 +217,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         value = schedules[0](count)
         for boundary, following in zip(boundaries, schedules[1:]):
             # A schedule is asked before its time too (the choice is made on the device): never below its step 0.
-            value = _where(count < boundary, value, following(_bound(count - boundary, 0, math.inf)), like=count)
+            value = _where(count < boundary, value, following(_bound(count - boundary, 0)), like=count)
         return value
 
     return schedule
@@ -292,12 +293,22 @@ def _like(count: Any, value: Any) -> Any:
     return torch.full_like(count, value, dtype=torch.float64)
 
 
-def _bound(x: Any, low: float, high: float) -> Any:
-    return x.clamp(low, high) if isinstance(x, torch.Tensor) else min(max(x, low), high)
+def _bound(x: Any, low: float | None, high: float | None = None) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.clamp(low, high)
+    x = x if low is None else max(x, low)
+    return x if high is None else min(x, high)
 
 
 def _cos(x: Any) -> Any:
     return torch.cos(x) if isinstance(x, torch.Tensor) else math.cos(x)
+
+
+def _power(base: float, exponent: Any) -> Any:
+    try:
+        return base**exponent
+    except OverflowError:  # Python raises where tensors give infinity
+        return math.inf
 
 
 def _where(condition: Any, yes: Any, no: Any, like: Any = None) -> Any:
