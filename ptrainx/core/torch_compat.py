@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C._distributed_c10d import (
     FakeProcessGroup,
     ProcessGroup,
@@ -24,10 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._mode_utils import no_dispatch
 
 __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "FakeProcessGroup",
     "FakeTensor",
@@ -39,15 +41,20 @@ __all__ = [
     "TracingContext",
     "all_local_coordinates",
     "compute_local_shape_and_global_offset",
+    "default_store",
     "detect_fake_mode",
     "enabled_local_tensor_mode",
     "fake_process_group",
     "group_is_registered",
     "has_storage",
+    "is_fake",
     "is_strided_shard",
     "make_spec",
+    "no_dispatch",
     "register_process_group",
     "resolve_process_group",
+    "restore_redistribute_hook",
+    "set_implicit_replication",
     "set_redistribute_hook",
     "storage_id",
     "tracing",
@@ -108,18 +115,33 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec, cls: type = DTensor, requ
 
 
 def set_redistribute_hook(hook: Any) -> Any:
-    """Replaces the dispatcher's redistribution of an operator's arguments (the implied communication); returns the old.
+    """Replaces the dispatcher's redistribution of an operator's arguments: the communication that is implied.
 
-    `hook(dispatch, op_info, *rest)` has to call `dispatch(op_info, *rest)`; None removes the hook.
+    `hook(dispatch, op_info, *rest)` has to call `dispatch(op_info, *rest)`. Returns what `restore_redistribute_hook`
+    takes.
     """
-    dispatcher = DTensor._op_dispatcher
-    original = type(dispatcher).redistribute_local_args
-    previous = dispatcher.__dict__.get("redistribute_local_args")
-    if hook is None:
+    dispatcher: Any = DTensor._op_dispatcher
+    before = dispatcher.__dict__.get("redistribute_local_args")
+    current = dispatcher.redistribute_local_args
+    dispatcher.redistribute_local_args = lambda *args, **kwargs: hook(current, *args, **kwargs)
+    return before
+
+
+def restore_redistribute_hook(before: Any) -> None:
+    """Undoes `set_redistribute_hook`."""
+    dispatcher: Any = DTensor._op_dispatcher
+    if before is None:
         dispatcher.__dict__.pop("redistribute_local_args", None)
     else:
-        dispatcher.redistribute_local_args = lambda *args, **kwargs: hook(original, *args, **kwargs)
-    return previous
+        dispatcher.redistribute_local_args = before
+
+
+def set_implicit_replication(value: bool) -> bool:
+    """Whether DTensor takes a plain tensor next to a DTensor for a replicated one; returns the old setting."""
+    dispatcher: Any = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = value
+    return before
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -130,3 +152,13 @@ def storage_id(tensor: torch.Tensor) -> int:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a plain one, with memory of its own (no fake, no wrapper)."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor is a fake one: shape and dtype without data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def default_store() -> Any:
+    """The key-value store of the world."""
+    return torch.distributed.distributed_c10d._get_default_store()

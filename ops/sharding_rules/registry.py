@@ -1,0 +1,15 @@
+"""Registers our sharding rules with DTensor, once a process, when the first mesh or trace needs them."""
+
+from __future__ import annotations
+
+import functools
+
+from ptrainx.ops.sharding_rules.attention import register_attention_rules
+
+__all__ = ["install_sharding_rules"]
+
+
+@functools.cache
+def install_sharding_rules() -> None:
+    """Makes DTensor know our rules; does nothing the second time."""
+    register_attention_rules()

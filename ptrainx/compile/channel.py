@@ -1,0 +1,123 @@
+"""The collectives of one mesh axis, as the generated code calls them on a real mesh.
+
+Each starts the collective and returns a `Pending`; `wait()` gives the result. Handles are held here rather than left
+to torch's functional collectives: with gloo, several functional gathers in flight crash the process now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Channel", "Pending", "open_channels"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+
+
+class Pending:
+    """A collective under way."""
+
+    __slots__ = ("finish", "held", "result", "work")
+
+    def __init__(self, result: torch.Tensor, work: Any = None, finish: Callable | None = None, held: Any = None):
+        self.result, self.work, self.finish, self.held = result, work, finish, held
+
+    def wait(self) -> torch.Tensor:
+        """The result, once it is there."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result if self.finish is None else self.finish(self.result)
+
+
+class Channel:
+    """One mesh axis of this process.
+
+    Args:
+        group: the process group.
+        ranks: its members' global ranks.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int]):
+        self.group, self.ranks, self.size = group, list(ranks), len(ranks)
+        self.gloo = "gloo" in dist.get_backend(group)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool = False) -> Pending:
+        """Partial -> Replicate. `owned`: x may be overwritten."""
+        out = x if owned and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        if self.size == 1:
+            return Pending(out)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS["sum" if op == "avg" else op]
+        work = self.group.allreduce([out], options)
+        return Pending(out, work, (lambda t: t / self.size) if op == "avg" else None)
+
+    def all_gather_into_tensor(self, x: torch.Tensor, group_size: int) -> Pending:
+        """Shard(0) -> Replicate."""
+        x = x.contiguous()
+        if self.size == 1:
+            return Pending(x.clone())
+        out = x.new_empty((x.shape[0] * self.size, *x.shape[1:]))
+        return Pending(out, self.group._allgather_base(out, x), held=x)
+
+    def reduce_scatter_tensor(self, x: torch.Tensor, op: str, group_size: int) -> Pending:
+        """Partial -> Shard(0). On gloo an all-to-all and a local sum in rank order: its own is several times slower."""
+        if self.size == 1:
+            return Pending(x.clone(memory_format=torch.contiguous_format))
+        x = x.contiguous()
+        out_shape = (x.shape[0] // self.size, *x.shape[1:])
+        if self.gloo or op not in ("sum", "avg"):
+            parts = torch.empty_like(x)
+            work = self.group.alltoall_base(parts, x, [], [])
+            return Pending(parts, work, lambda t: _reduce_parts(t.view(self.size, *out_shape), op), held=x)
+        out = x.new_empty(out_shape)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+        return Pending(out, self.group._reduce_scatter_base(out, x, options), held=x)
+
+    def all_to_all_single(self, x: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
+        """Shard(i) -> Shard(j), by blocks of dim 0."""
+        x = x.contiguous()
+        if self.size == 1:
+            return Pending(x.clone())
+        out = x.new_empty((sum(out_sizes), *x.shape[1:]))
+        return Pending(out, self.group.alltoall_base(out, x, list(out_sizes), list(in_sizes)), held=x)
+
+    def shard_dim_alltoall(self, x: torch.Tensor, gather_dim: int, shard_dim: int) -> torch.Tensor:
+        """Shard(gather_dim) -> Shard(shard_dim); waited for at once."""
+        if self.size == 1:
+            return x.clone()
+        blocks = torch.stack([part.contiguous() for part in x.chunk(self.size, shard_dim)])
+        out = torch.empty_like(blocks)
+        self.group.alltoall_base(out, blocks, [], []).wait()
+        return torch.cat(list(out.unbind(0)), gather_dim)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> Pending:
+        """The value of global rank `source`, everywhere."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        if self.size == 1:
+            return Pending(out)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ranks.index(source), 0
+        return Pending(out, self.group.broadcast([out], options))
+
+
+def _reduce_parts(parts: torch.Tensor, op: str) -> torch.Tensor:
+    """The parts reduced in rank order, whatever the number of threads."""
+    if op in ("max", "min"):
+        return parts.amax(0) if op == "max" else parts.amin(0)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total * part if op == "product" else total + part
+    return total / len(parts) if op == "avg" else total
+
+
+def open_channels(mesh: Any) -> dict[str, Channel]:
+    """A channel for each axis of a real mesh."""
+    channels = {}
+    for axis in mesh.axis_names:
+        group = mesh.device_mesh.get_group(axis)
+        channels[axis] = Channel(group, dist.get_process_group_ranks(group))
+    return channels

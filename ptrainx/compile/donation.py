@@ -1,0 +1,135 @@
+"""Donation: an argument gives its memory to the results, and its Python object refuses every later use.
+
+A donated tensor keeps its shape, dtype and identity, so that it prints as what it was; any operation on it raises a
+`DonationError` with the name of the leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import optree
+import torch
+from torch.distributed.tensor import DTensor
+
+from ptrainx.compile.trace import Program
+from ptrainx.core import torch_compat as tc
+from ptrainx.core.errors import DonationError
+from ptrainx.mesh.simulated import SimulatedDTensor, local_tensors
+
+__all__ = ["DonatedDTensor", "DonatedTensor", "check_donation", "is_donated", "refuse", "retire"]
+
+_T = torch.Tensor
+_STILL_KNOWN = {
+    _T.shape.__get__,
+    _T.dtype.__get__,
+    _T.device.__get__,
+    _T.ndim.__get__,
+    _T.requires_grad.__get__,
+    _T.__hash__,
+    _T.size,
+    _T.dim,
+    _T.numel,
+}
+
+
+class _Donated:
+    _donated_as: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _STILL_KNOWN:
+            with tc.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        bad = next(a for a in optree.tree_leaves((args, kwargs)) if isinstance(a, _Donated))
+        refuse(bad)
+
+    def to_local(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(self)
+
+    def full_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(self)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(self)
+
+    def __repr__(self) -> str:
+        return f"<donated value {self._donated_as}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+class DonatedDTensor(_Donated, DTensor):
+    """A placed value after its donation."""
+
+    __torch_function__ = _Donated.__torch_function__
+
+
+class DonatedTensor(_Donated, torch.Tensor):
+    """A plain tensor after its donation."""
+
+
+def is_donated(value: Any) -> bool:
+    """Whether a value has been donated."""
+    return isinstance(value, _Donated)
+
+
+def refuse(value: Any) -> NoReturn:
+    """Raises the error that a donated value's use deserves."""
+    raise DonationError(
+        f"{value._donated_as} was donated, and its memory has been reused",
+        fix="use the value that the step returned, or leave the argument out of donate_argnums",
+    )
+
+
+def retire(leaves: Sequence[Any], donated: Sequence[int], program: Program) -> None:
+    """Makes the donated leaves unusable, and lets go of their memory."""
+    for i in donated:
+        leaf = leaves[i]
+        if isinstance(leaf, DTensor):
+            leaf._donated_as = f"argument {program.arguments[i].path} of {program.name}"  # type: ignore[attr-defined]
+            leaf.__class__ = DonatedDTensor
+            leaf._local_tensor = None  # type: ignore[assignment]
+        elif type(leaf) is torch.Tensor:
+            leaf._donated_as = f"argument {program.arguments[i].path} of {program.name}"  # type: ignore[attr-defined]
+            leaf.__class__ = DonatedTensor
+
+
+def _storages(leaf: Any) -> list[int]:
+    if isinstance(leaf, SimulatedDTensor):
+        return [tc.storage_id(t) for t in {id(t): t for t in local_tensors(leaf).values()}.values()]
+    if isinstance(leaf, DTensor):
+        return [tc.storage_id(leaf._local_tensor)]
+    return [tc.storage_id(leaf)] if isinstance(leaf, torch.Tensor) else []
+
+
+def check_donation(leaves: Sequence[Any], donated: Sequence[int], program: Program) -> None:
+    """Refuses a donated leaf whose memory another leaf uses too.
+
+    Raises:
+        DonationError: names both leaves.
+    """
+    given: dict[int, int] = {}
+    for i in donated:
+        for storage in _storages(leaves[i]):
+            if given.setdefault(storage, i) != i:
+                _refuse_shared(given[storage], i, "both donated", program)
+    chosen = set(donated)
+    for i, leaf in enumerate(leaves):
+        if i not in chosen:
+            for storage in _storages(leaf):
+                if storage in given:
+                    _refuse_shared(given[storage], i, "one of them donated", program)
+
+
+def _refuse_shared(first: int, second: int, how: str, program: Program) -> NoReturn:
+    a, b = program.arguments[first].path, program.arguments[second].path
+    raise DonationError(
+        f"{program.name}: arguments {a} and {b} share one buffer, {how}",
+        fix="clone() one of them, or leave the argument out of donate_argnums",
+    )

@@ -1,0 +1,141 @@
+"""A lowered program, ready to be called with placed values.
+
+Enters: the leaves of a call. `Executable` takes their local tensors (this rank's, or every simulated rank's), runs the
+generated code, and wraps what comes out. Donated leaves give up their memory and can't be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ptrainx.compile.channel import open_channels
+from ptrainx.compile.donation import check_donation, retire
+from ptrainx.compile.lockstep import Lockstep
+from ptrainx.compile.lower import generate
+from ptrainx.compile.trace import Argument, Program, RankGraph
+from ptrainx.core import torch_compat as tc
+from ptrainx.core import tree as px_tree
+from ptrainx.core.avals import as_tensor
+from ptrainx.core.errors import TraceError
+from ptrainx.mesh.mesh import Mesh
+from ptrainx.mesh.placement import local_block, tensor_spec
+from ptrainx.mesh.simulated import local_tensors, wrap_all
+
+__all__ = ["Executable"]
+
+Locals = list[torch.Tensor]
+
+
+class Executable:
+    """Runs one program on one mesh.
+
+    Args:
+        program: what was traced.
+        graphs: each rank's graph, after the passes; one, for this process's rank, on a real mesh.
+    """
+
+    def __init__(self, program: Program, graphs: Sequence[RankGraph]):
+        assert isinstance(program.mesh, Mesh)
+        self.program, self.mesh = program, program.mesh
+        first = graphs[0]
+        self.out_tree = first.out_tree
+        self.captures = first.captures
+        self.versions = [(i, v) for i, v in enumerate(first.capture_versions) if v is not None]
+        self.donated = [i for i, a in enumerate(program.arguments) if a.donated]
+        donated = set(self.donated)
+        self.simulated = self.mesh.simulated
+        if self.simulated:
+            generated = [generate(g, None, donated, program.name) for g in graphs]
+            self.sources = [source for _, _, source in generated]
+            self.lockstep = Lockstep([(fn, calls) for fn, calls, _ in generated], self.mesh.shape)
+        else:
+            self.step, _, source = generate(first, open_channels(self.mesh), donated, program.name)
+            self.sources = [source]
+        self.shards = [self._sharder(a) for a in program.arguments]
+        self.out_specs = [
+            None if not o.shape else tensor_spec(self.mesh.device_mesh, o.spec, self.mesh, _Like(o.shape, o.dtype))
+            for o in first.outputs
+        ]
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        """The result of a call with these leaves."""
+        for index, version in self.versions:
+            if self.captures[index]._version != version:
+                self._refuse_changed(self.captures[index])
+        with torch.no_grad():
+            if self.donated:
+                check_donation(leaves, self.donated, self.program)
+            if self.simulated:
+                return self._call_simulated(leaves)
+            args = [
+                leaf._local_tensor if isinstance(leaf, DTensor) else shard(leaf, 0)
+                for leaf, shard in zip(leaves, self.shards)
+            ]
+            args.extend(_local(c) for c in self.captures)
+            args = [a if a.is_contiguous() else a.contiguous() for a in map(_settled, args)]
+            if self.donated:
+                retire(leaves, self.donated, self.program)
+            outs = self.step(args)
+        return px_tree.unflatten(
+            self.out_tree,
+            [out if spec is None else tc.wrap_local(out, spec) for out, spec in zip(outs, self.out_specs)],
+        )
+
+    def _call_simulated(self, leaves: list[Any]) -> Any:
+        columns = []
+        for leaf, shard in zip(leaves, self.shards):
+            if isinstance(leaf, DTensor):
+                columns.append(local_tensors(leaf))
+            else:
+                columns.append({rank: shard(leaf, rank) for rank in self.mesh.ranks})
+        for captured in self.captures:
+            placed = isinstance(captured, DTensor)
+            columns.append(local_tensors(captured) if placed else dict.fromkeys(self.mesh.ranks, _local(captured)))
+        args = [[column[rank].contiguous() for column in columns] for rank in self.mesh.ranks]
+        if self.donated:
+            retire(leaves, self.donated, self.program)
+        del columns
+        outs = self.lockstep.run(args)
+        return px_tree.unflatten(
+            self.out_tree,
+            [
+                results[0] if spec is None else wrap_all(list(results), spec)
+                for results, spec in zip(zip(*outs), self.out_specs)
+            ],
+        )
+
+    def _sharder(self, argument: Argument) -> Callable[[Any, int], torch.Tensor]:
+        """What takes a plain global value to a rank's part of it. The part may share memory: nothing writes into it."""
+        device, mesh, path = self.mesh.device, self.mesh, argument.path
+        if not argument.spec.axes:
+            return lambda leaf, rank: as_tensor(leaf, path).detach().to(device)
+        blocks = {rank: local_block(argument.spec, mesh, argument.shape, rank) for rank in mesh.ranks}
+        if not self.simulated:
+            mine = blocks[mesh.rank]
+            return lambda leaf, rank: as_tensor(leaf, path).detach()[mine].to(device)
+        return lambda leaf, rank: as_tensor(leaf, path).detach()[blocks[rank]].to(device)
+
+    def _refuse_changed(self, captured: torch.Tensor) -> None:
+        raise TraceError(
+            f"{self.program.name} has captured a tensor that was written in place since it was traced",
+            got=f"a tensor of shape {tuple(captured.shape)}",
+            fix="pass it as an argument; a captured plain tensor is a constant of the step",
+        )
+
+
+class _Like:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
+        self.shape, self.dtype = torch.Size(shape), dtype
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value.detach()
+
+
+def _settled(value: torch.Tensor) -> torch.Tensor:
+    """Eager collectives leave tensors that have to be waited for."""
+    return value.wait() if isinstance(value, tc.AsyncCollectiveTensor) else value

@@ -1,0 +1,378 @@
+"""The modes that are active while a step is traced: what turns plain tensors into global values, and what refuses.
+
+`GlobalValues` sees torch functions as the user calls them: it records the user's line, makes replicated global values
+of plain tensors, and refuses host reads and randomness without a key. `LocalRules` sees the ATen operators on local
+tensors underneath: it refuses writes into arguments and makes views safe on local strides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrainx.core import torch_compat as tc
+from ptrainx.core.avals import describe
+from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
+from ptrainx.core.trace_context import TraceContext, called_by_library, user_source
+from ptrainx.mesh.placement import contiguous_strides
+
+__all__ = ["Captures", "EagerValues", "GlobalValues", "LocalRules", "guard_methods"]
+
+T = torch.Tensor
+_HOST_READS: dict[Any, str] = {
+    T.item: ".item()",
+    T.tolist: ".tolist()",
+    T.numpy: ".numpy()",
+    T.__array__: "numpy conversion",
+    T.__bool__: "`if tensor:` (or `bool(tensor)`, `and`, `or`, `not`)",
+    T.__float__: "float(tensor)",
+    T.__int__: "int(tensor)",
+    T.__index__: "use as a Python index",
+    T.__complex__: "complex(tensor)",
+    T.__contains__: "`in`",
+    torch.equal: "torch.equal",
+    torch.allclose: "torch.allclose",
+    T.equal: ".equal()",
+    T.allclose: ".allclose()",
+    T.is_nonzero: ".is_nonzero()",
+    torch.is_nonzero: "torch.is_nonzero",
+}
+_READ_FIX = {
+    "if": "choose with torch.where(condition, a, b), or make the value static (static_argnums)",
+    "other": "return the value from the step and read it outside, or print it with px.debug.print",
+}
+_RANDOM = {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.normal,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.bernoulli,
+    torch.poisson,
+    torch.multinomial,
+    T.bernoulli,
+    T.multinomial,
+    T.normal_,
+    T.uniform_,
+    T.bernoulli_,
+    T.random_,
+    T.exponential_,
+    T.geometric_,
+    T.cauchy_,
+    T.log_normal_,
+}
+_DROPOUTS = {
+    getattr(module, name)
+    for module in (torch, torch.nn.functional)
+    for name in dir(module)
+    if name.rstrip("_") in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+}
+_RANDOM_ATEN = {
+    "aten::native_dropout",
+    "aten::rand",
+    "aten::randn",
+    "aten::randint",
+    "aten::randperm",
+    "aten::bernoulli",
+    "aten::normal",
+    "aten::multinomial",
+    "aten::uniform",
+}
+_DATA_DEPENDENT = {
+    "aten::_local_scalar_dense": "reads a value on the host",
+    "aten::equal": "reads a value on the host",
+    "aten::nonzero": "gives a shape that depends on values",
+    "aten::masked_select": "gives a shape that depends on values",
+    "aten::_unique2": "gives a shape that depends on values",
+    "aten::unique_dim": "gives a shape that depends on values",
+}
+
+
+class Captures:
+    """Tensors that the step uses without being given them: plain ones are constants, placed ones become inputs."""
+
+    def __init__(self, fake_mode: Any, view: Any):
+        self.fake_mode, self.view = fake_mode, view
+        self.values: list[torch.Tensor] = []
+        self.versions: list[int | None] = []
+        self.fakes: list[torch.Tensor] = []
+        self._known: dict[int, DTensor] = {}
+
+    def replica(self, value: torch.Tensor, trace: TraceContext) -> DTensor:
+        """The global value that stands for a captured tensor inside the trace."""
+        if id(value) not in self._known:
+            self._known[id(value)] = self._capture(value, trace)
+        return self._known[id(value)]
+
+    def _capture(self, value: torch.Tensor, trace: TraceContext) -> DTensor:
+        placed = isinstance(value, DTensor)
+        if placed and tuple(value.device_mesh.mesh_dim_names or ()) != trace.mesh.axis_names:  # type: ignore[attr-defined]
+            raise TraceError(
+                f"{trace.name} uses a value of another mesh",
+                got=str(value.device_mesh),  # type: ignore[attr-defined]
+                expected=str(trace.mesh),
+                source=user_source(3),
+                fix="pass it as an argument, placed on the step's mesh",
+            )
+        local = value._local_tensor if isinstance(value, DTensor) else value.detach()
+        if isinstance(local, tc.LocalTensor):
+            local = local._local_tensors[trace.rank]
+        with tc.unset_fake_temporarily():
+            template = torch.empty_strided(
+                local.shape, contiguous_strides(local.shape), dtype=local.dtype, device="meta"
+            )
+        fake = self.fake_mode.from_tensor(template)
+        fake = fake.to(local.device) if fake.device != local.device else fake
+        self.values.append(value)
+        self.versions.append(None if placed else value._version)
+        self.fakes.append(fake)
+        placements = tuple(value.placements) if isinstance(value, DTensor) else (Replicate(),) * trace.view.ndim
+        spec = tc.make_spec(trace.view, placements, value.shape, contiguous_strides(value.shape), value.dtype)
+        return tc.wrap_local(fake, spec)
+
+
+class GlobalValues(TorchFunctionMode):
+    """Inside, every tensor that user code meets is a global value."""
+
+    def __init__(self, trace: TraceContext, captures: Captures):
+        super().__init__()
+        self.trace, self.captures = trace, captures
+        self.replicate = (Replicate(),) * trace.view.ndim
+        self.backward_sources = _BackwardSources()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE:
+            return func(*args, **kwargs)
+        self.trace.at_source(user_source(2))
+        self._refuse(func, args, kwargs)
+        with tc.DisableTorchFunctionSubclass():
+            args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
+            out = self._leave(func(*args, **kwargs))
+        if torch.is_grad_enabled():
+            self.backward_sources.tag(out, self.trace)
+        return out
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func in _HOST_READS and any(isinstance(a, DTensor) or tc.is_fake(a) for a in args):
+            what = _HOST_READS[func]
+            raise HostReadError(
+                f"{self.trace.name} reads a traced value on the host: {what}",
+                got=f"{describe(args[0])}, whose value is known only when the step runs",
+                source=self.trace.origin.source,
+                fix=_READ_FIX["if" if what.startswith("`if") else "other"],
+            )
+        dropout = (
+            func in _DROPOUTS
+            and _argument(args, kwargs, 1, "p", 0.5) > 0
+            and _argument(args, kwargs, 2, "training", True)
+        )
+        if func in _RANDOM or dropout:
+            raise RandomnessError(
+                f"{self.trace.name} draws random numbers without a key: {getattr(func, '__name__', func)}",
+                source=self.trace.origin.source,
+                fix="pass a key and draw with px.random (px.random.normal(key, shape), px.random.dropout(key, x, rate))",
+            )
+
+    def _enter(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, tc.AsyncCollectiveTensor):
+            return value
+        if isinstance(value, DTensor):
+            return value if value.device_mesh is self.trace.view else self.captures.replica(value, self.trace)
+        if tc.is_fake(value):
+            return self._wrap(value)
+        return self.captures.replica(value, self.trace)
+
+    def _leave(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            return self._wrap(out) if tc.is_fake(out) and not isinstance(out, DTensor) else out
+        if isinstance(out, (tuple, list)):
+            return optree.tree_map(self._leave, out) if not isinstance(out, torch.Size) else out
+        return out
+
+    def _wrap(self, fake: torch.Tensor) -> DTensor:
+        spec = tc.make_spec(self.trace.view, self.replicate, fake.shape, fake.stride(), fake.dtype)
+        return tc.wrap_local(fake, spec, requires_grad=fake.requires_grad)
+
+
+class EagerValues(TorchFunctionMode):
+    """The eager backend's mode: plain tensors become replicated global values, and nothing is refused."""
+
+    def __init__(self, trace: TraceContext):
+        super().__init__()
+        self.trace = trace
+        self.replicate = (Replicate(),) * trace.view.ndim
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE or func in _HOST_READS:
+            return func(*args, **kwargs)
+        with tc.DisableTorchFunctionSubclass():
+            args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
+            return self._leave(func(*args, **kwargs))
+
+    def _enter(self, value: Any) -> Any:
+        return self.replicated(value) if isinstance(value, torch.Tensor) else value
+
+    def _leave(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            return self.replicated(out)
+        if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
+            return optree.tree_map(self._leave, out)
+        return out
+
+    def replicated(self, value: torch.Tensor) -> Any:
+        """A tensor as a global value."""
+        if isinstance(value, (DTensor, tc.AsyncCollectiveTensor)):
+            return value
+        spec = tc.make_spec(self.trace.view, self.replicate, value.shape, contiguous_strides(value.shape), value.dtype)
+        return tc.wrap_local(value.detach(), spec, requires_grad=value.requires_grad)
+
+
+class _BackwardSources:
+    """Lets each node of autograd's graph announce, before it runs, the line of the forward that made it."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Any] = {}
+
+    def tag(self, out: Any, trace: TraceContext) -> None:
+        """Marks the nodes behind a result that no earlier line has marked."""
+        source = trace.origin.source
+        stack = [t.grad_fn for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+        while stack:
+            node = stack.pop()
+            if node is None or id(node) in self.known or not hasattr(node, "register_prehook"):
+                continue
+            self.known[id(node)] = node
+            node.register_prehook(lambda _, source=source: trace.at_source(source))
+            stack.extend(before for before, _ in node.next_functions)
+
+
+def _argument(args: Any, kwargs: Any, index: int, name: str, default: Any) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
+_PASSIVE = {
+    T.size,
+    T.dim,
+    T.stride,
+    T.numel,
+    T.nelement,
+    T.is_floating_point,
+    T.is_complex,
+    T.__len__,
+    T.__hash__,
+    T.__repr__,
+    T.is_contiguous,
+    T.element_size,
+    T.backward,
+    T.requires_grad_,
+}
+
+
+class LocalRules(TorchDispatchMode):
+    """Rules for the operators on local tensors.
+
+    Args:
+        trace: the running trace.
+        frozen: storage of an argument or a captured value -> how it is called in messages.
+    """
+
+    def __init__(self, trace: TraceContext, frozen: Callable[[int], str | None]):
+        super().__init__()
+        self.trace, self.frozen = trace, frozen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        name = func._schema.name
+        if name in _DATA_DEPENDENT:
+            raise HostReadError(
+                f"{self.trace.name} calls {name.removeprefix('aten::')}, which {_DATA_DEPENDENT[name]}",
+                source=self.trace.origin.source,
+                fix=_READ_FIX["other"] + "; for shapes, mask with torch.where instead of selecting",
+            )
+        if name in _RANDOM_ATEN:
+            raise RandomnessError(
+                f"{self.trace.name} draws random numbers without a key: {name}",
+                source=self.trace.origin.source,
+                fix="pass a key and draw with px.random",
+            )
+        if func._schema.is_mutable:
+            self._check_write(func, args, kwargs)
+        if func is torch.ops.aten.view.default and not _viewable(args[0], args[1]):
+            return torch.ops.aten.view.default(args[0].contiguous(), args[1])
+        return func(*args, **kwargs)
+
+    def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
+        for i, formal in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(formal.name)
+            if formal.alias_info is None or not formal.alias_info.is_write or not isinstance(value, torch.Tensor):
+                continue
+            called = self.frozen(tc.storage_id(value))
+            if called is not None:
+                raise MutationError(
+                    f"{self.trace.name} writes in place into {called}",
+                    got=f"{func._schema.name.removeprefix('aten::')} on {describe(value)}",
+                    source=self.trace.origin.source,
+                    fix="make a new value (x = x + 1 instead of x += 1), or write into a clone()",
+                )
+
+
+def _viewable(value: torch.Tensor, size: Any) -> bool:
+    try:
+        with tc.no_dispatch():
+            torch.empty_strided(value.shape, value.stride(), device="meta").view(size)
+        return True
+    except RuntimeError:
+        return False
+
+
+def guard_methods(trace: TraceContext) -> Callable[[], None]:
+    """Replaces DTensor's methods that bypass `__torch_function__`, for as long as a step is traced; returns the undo.
+
+    `redistribute` works on local tensors, so our mode must not see its inside; `to_local` and `full_tensor` take a
+    global value apart, which user code may not do.
+    """
+    originals = {name: getattr(DTensor, name) for name in ("redistribute", "to_local", "full_tensor")}
+
+    def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        with tc.DisableTorchFunction():
+            return originals["redistribute"](self, *args, **kwargs)
+
+    def refusing(name: str) -> Any:
+        def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+            if called_by_library(sys._getframe(1)):
+                return originals[name](self, *args, **kwargs)
+            raise TraceError(
+                f"{trace.name} takes a global value apart: .{name}()",
+                source=user_source(2),
+                fix="use px.reshard to change its placement; per-shard code belongs in shard_map",
+            )
+
+        return method
+
+    replacements = {
+        "redistribute": redistribute,
+        "to_local": refusing("to_local"),
+        "full_tensor": refusing("full_tensor"),
+    }
+    for name, method in replacements.items():
+        setattr(DTensor, name, method)
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(DTensor, name, original)
+
+    return undo

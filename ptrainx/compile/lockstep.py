@@ -1,0 +1,119 @@
+"""The simulator: every rank's program in one process, run in lockstep.
+
+Each rank's program is a generator that stops at a collective. A collective happens once all members of its group have
+reached it; members that ask for different ones, or a ring of ranks that wait for each other, are errors that show
+every side with its source line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from ptrainx.compile.lower import CollectiveCall
+from ptrainx.core.errors import AgreementError
+from ptrainx.mesh.exchange import exchange
+from ptrainx.mesh.virtual import axis_groups
+
+__all__ = ["Lockstep"]
+
+Step = Generator[tuple[int, torch.Tensor] | None, torch.Tensor | None, list[torch.Tensor]]
+
+
+class Lockstep:
+    """Runs the programs of all ranks of a simulated mesh.
+
+    Args:
+        programs: each rank's generator function and its collectives.
+        shape: axis -> size.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[tuple[Callable[[list[torch.Tensor]], Any], list[CollectiveCall]]],
+        shape: dict[str, int],
+    ):
+        self.programs = list(programs)
+        sizes = tuple(shape.values())
+        self.group_of: dict[str, list[list[int]]] = {}
+        for dim, axis in enumerate(shape):
+            members: list[list[int]] = [[] for _ in self.programs]
+            for group in axis_groups(sizes, dim):
+                for rank in group:
+                    members[rank] = group
+            self.group_of[axis] = members
+
+    def run(self, args: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Each rank's results from each rank's local tensors; the lists are emptied.
+
+        Raises:
+            AgreementError: collectives that do not match, or ranks that wait for each other for ever.
+        """
+        steps: list[Step] = [fn(list_) for (fn, _), list_ in zip(self.programs, args)]
+        results: list[list[torch.Tensor] | None] = [None] * len(steps)
+        waiting: dict[int, tuple[int, torch.Tensor]] = {}
+        ready: list[tuple[int, torch.Tensor | None]] = [(rank, None) for rank in range(len(steps))]
+        while ready:
+            for rank, value in ready:
+                try:
+                    request = steps[rank].send(value)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                else:
+                    if request is not None:
+                        waiting[rank] = request
+            ready = self._meet(waiting, results)
+        return results  # type: ignore[return-value]
+
+    def _call(self, rank: int, request: tuple[int, torch.Tensor]) -> CollectiveCall:
+        return self.programs[rank][1][request[0]]
+
+    def _meet(self, waiting: dict[int, tuple[int, torch.Tensor]], results: list) -> list[tuple[int, Any]]:
+        """Fires every collective whose whole group is there."""
+        ready: list[tuple[int, Any]] = []
+        for rank in sorted(waiting):
+            if rank not in waiting:
+                continue
+            call = self._call(rank, waiting[rank])
+            group = self.group_of[call.axis][rank]
+            if not all(member in waiting for member in group):
+                continue
+            calls = [self._call(member, waiting[member]) for member in group]
+            if any(c.axis != call.axis for c in calls):
+                continue
+            self._check_match(group, calls)
+            inputs = [waiting.pop(member)[1] for member in group]
+            outputs = exchange(call.name, inputs, [c.args for c in calls], group)
+            ready.extend(zip(group, outputs))
+        if waiting and not ready:
+            sides = [f"rank {r} waits in {describe_call(self._call(r, q))}" for r, q in sorted(waiting.items())]
+            sides += [f"rank {r} has finished" for r, result in enumerate(results) if result is not None]
+            raise AgreementError(
+                "the ranks wait for each other for ever:\n    " + "\n    ".join(sides),
+                fix="every rank has to run the same collectives in the same order",
+            )
+        return ready
+
+    def _check_match(self, group: Sequence[int], calls: Sequence[CollectiveCall]) -> None:
+        first = calls[0]
+        for rank, call in zip(group[1:], calls[1:]):
+            if (call.name, call.dtype) != (first.name, first.dtype) or not _sizes_match(first, call):
+                raise AgreementError(
+                    "collectives do not match across ranks",
+                    got=f"rank {group[0]}: {describe_call(first)}\n            rank {rank}: {describe_call(call)}",
+                    fix="every rank has to run the same collectives, in the same order, on the same shapes",
+                )
+
+
+def _sizes_match(a: CollectiveCall, b: CollectiveCall) -> bool:
+    if a.name == "_c10d_functional::all_to_all_single":
+        return a.shape[1:] == b.shape[1:]
+    return a.shape == b.shape and a.args == b.args
+
+
+def describe_call(call: CollectiveCall) -> str:
+    """A collective with its operand, axis and source line."""
+    kind = call.name.split("::")[-1]
+    return f"{kind} over {call.axis!r} of {str(call.dtype).removeprefix('torch.')}{list(call.shape)} at {call.origin.source}"

@@ -1,0 +1,30 @@
+"""Runs the passes over a rank's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ptrainx.compile.graph import check_legal
+from ptrainx.compile.passes.dead import drop_dead
+from ptrainx.compile.passes.functionalize import functionalize
+from ptrainx.compile.passes.identities import drop_identities
+from ptrainx.compile.passes.schedule import issue_early
+from ptrainx.compile.trace import RankGraph
+
+__all__ = ["PASSES", "run_passes"]
+
+PASSES: tuple[Callable[[RankGraph], RankGraph], ...] = (
+    functionalize,
+    drop_identities,
+    drop_dead,
+    issue_early,
+)
+
+
+def run_passes(graph: RankGraph) -> RankGraph:
+    """The graph after every pass, each checked."""
+    for one in PASSES:
+        graph = one(graph)
+        check_legal(graph.module.graph)
+    graph.module.recompile()
+    return graph

@@ -1,0 +1,284 @@
+"""A user's function to one rank's graph.
+
+Enters: a function, the abstract values and specs of its arguments, a mesh. Leaves: a `RankGraph`, the local ATen and
+collective operators that one rank runs, each node with its `Origin`. DTensor chooses the placements while the function
+runs once on fake local tensors. Next stage: `passes`.
+
+The trace runs on a virtual view of the mesh, so that real, simulated and abstract meshes go one way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ptrainx.compile.guards import Captures, GlobalValues, LocalRules, guard_methods
+from ptrainx.core import torch_compat as tc
+from ptrainx.core import tree as px_tree
+from ptrainx.core.avals import as_tensor, is_array_like
+from ptrainx.core.errors import PtrainxError, SpecError, TraceError, TreeError
+from ptrainx.core.trace_context import TraceContext
+from ptrainx.mesh.mesh import AbstractMesh
+from ptrainx.mesh.partition_spec import PartitionSpec
+from ptrainx.mesh.placement import check_spec, contiguous_strides, local_shape, placements_of, spec_of_placements
+from ptrainx.mesh.spec_tree import spread
+from ptrainx.ops.sharding_rules import install_sharding_rules
+
+__all__ = ["Argument", "Output", "Program", "RankGraph", "place_outputs", "trace_program"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A leaf of the arguments: its path, global shape, dtype, and spec; whether it arrives as a plain global value."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: PartitionSpec
+    plain: bool
+    donated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A leaf of the result."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is traced: `call(leaves)` runs the user's function on the dynamic leaves of its arguments."""
+
+    name: str
+    call: Callable[[list[Any]], Any]
+    arguments: tuple[Argument, ...]
+    out_specs: Any
+    mesh: AbstractMesh
+    device: torch.device
+
+
+@dataclasses.dataclass
+class RankGraph:
+    """One rank's program.
+
+    Attributes:
+        module: the graph; placeholders are the arguments' local tensors, then the captured values'.
+        rank: whose it is.
+        captures: tensors that the function used without being given them.
+        capture_versions: torch's version counter of each plain capture, None for a placed one.
+        out_tree: the structure of the result.
+        outputs: its leaves, in the order of the graph's outputs.
+        fake_mode: the mode that the fake tensors in `node.meta["val"]` belong to.
+        axis_of: group name -> mesh axis, for the collectives.
+    """
+
+    module: torch.fx.GraphModule
+    rank: int
+    captures: list[torch.Tensor]
+    capture_versions: list[int | None]
+    out_tree: Any
+    outputs: tuple[Output, ...]
+    fake_mode: Any
+    axis_of: dict[str, str]
+
+
+def trace_program(program: Program, rank: int) -> RankGraph:
+    """Traces the program of one rank."""
+    install_sharding_rules()
+    view = program.mesh.rank_view(rank)
+    trace = TraceContext(program.mesh, view, rank, program.name)
+    fake_mode = tc.FakeTensorMode()
+    captures = Captures(fake_mode, view)
+    locals_in = [_fake_local(a, program, fake_mode) for a in program.arguments]
+    specs_in = [_spec(a, program, view) for a in program.arguments]
+    names = {tc.storage_id(t): f"argument {a.path}" for t, a in zip(locals_in, program.arguments)}
+    captured_names: dict[int, str] = {}
+
+    def frozen(storage: int) -> str | None:
+        for fake in captures.fakes[len(captured_names) :]:
+            captured_names[tc.storage_id(fake)] = "a captured value"
+        return names.get(storage) or captured_names.get(storage)
+
+    found: dict[str, Any] = {}
+
+    def local_step(*local: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [tc.wrap_local(t, spec) for t, spec in zip(local, specs_in)]
+        with GlobalValues(trace, captures), LocalRules(trace, frozen):
+            result = program.call(leaves)
+        trace.at_source(program.name)
+        with LocalRules(trace, frozen):
+            values, found["tree"], found["outputs"] = place_outputs(
+                result, program, trace, lambda leaf: captures.replica(leaf, trace)
+            )
+            return [v._local_tensor.contiguous() for v in values]
+
+    with _tracing_environment(trace), fake_mode, torch.no_grad(), _explained(program, trace):
+        module = make_fx(local_step, tracing_mode="real")(*locals_in)
+    _lift_captures(module, captures)
+    axis_of = dict(zip(view._dim_group_names, program.mesh.axis_names))
+    return RankGraph(
+        module, rank, captures.values, captures.versions, found["tree"], found["outputs"], fake_mode, axis_of
+    )
+
+
+def _fake_local(argument: Argument, program: Program, fake_mode: Any) -> torch.Tensor:
+    shape = local_shape(argument.spec, program.mesh, argument.shape)
+    with fake_mode:
+        return torch.empty(shape, dtype=argument.dtype, device=program.device)
+
+
+def _spec(argument: Argument, program: Program, view: Any) -> Any:
+    placements = placements_of(argument.spec, program.mesh)
+    return tc.make_spec(view, placements, argument.shape, contiguous_strides(argument.shape), argument.dtype)
+
+
+def place_outputs(
+    result: Any, program: Program, trace: TraceContext, replica: Callable[[torch.Tensor], DTensor]
+) -> tuple[list[DTensor], Any, tuple[Output, ...]]:
+    """Applies the output specs: each leaf of the result becomes a DTensor at its final placement.
+
+    `replica` gives the global value that stands for a tensor from outside.
+    """
+    pairs, treedef = px_tree.flatten_with_path(result)
+    chosen = spread(program.out_specs, result, "result")
+    replicate = (Replicate(),) * trace.view.ndim
+    values, outputs = [], []
+    for (path, leaf), wanted in zip(pairs, chosen):
+        where = px_tree.path_expr(path, "result")
+        value = _as_global(leaf, where, program, trace, replica)
+        if wanted is None or value.ndim == 0:
+            placements = tuple(Replicate() if p.is_partial() else p for p in value.placements)
+            reason = "a sum owed in the result"
+            if wanted is not None:
+                check_spec(wanted, program.mesh, value.shape, where)
+                placements = placements_of(wanted, program.mesh) if wanted.unreduced else replicate
+        else:
+            check_spec(wanted, program.mesh, value.shape, where)
+            placements, reason = placements_of(wanted, program.mesh), f"out_specs {wanted} of {where}"
+        if tuple(value.placements) != placements:
+            with trace.marked(asked=True, reason=reason):
+                value = _redistribute_output(value, placements, trace, where)
+        spec = spec_of_placements(value.placements, program.mesh.axis_names, value.ndim)
+        outputs.append(Output(where, tuple(value.shape), value.dtype, spec))
+        values.append(value)
+    return values, treedef, tuple(outputs)
+
+
+def _redistribute_output(value: DTensor, placements: tuple, trace: TraceContext, where: str) -> DTensor:
+    owed = [i for i, p in enumerate(placements) if p.is_partial() and not value.placements[i].is_partial()]
+    if owed:
+        raise SpecError(
+            f"{where} owes no sum over {[trace.mesh.axis_names[i] for i in owed]}",
+            got=str(spec_of_placements(value.placements, trace.mesh.axis_names, value.ndim)),
+            fix="leave the axes out of unreduced=",
+        )
+    return value.redistribute(trace.view, placements)
+
+
+def _as_global(
+    leaf: Any, where: str, program: Program, trace: TraceContext, replica: Callable[[torch.Tensor], DTensor]
+) -> DTensor:
+    if isinstance(leaf, DTensor):
+        return leaf.detach() if leaf.device_mesh is trace.view else replica(leaf)
+    if not is_array_like(leaf):
+        kind = type(leaf)
+        raise TreeError(
+            f"{where} of {program.name} is a leaf of unknown type {kind.__module__}.{kind.__qualname__}",
+            got=repr(leaf)[:80],
+            expected="a tensor, a numpy array, or a Python int, float or bool",
+            fix="return it from an ordinary function, or make its class a pytree with px.register_dataclass",
+        )
+    if tc.is_fake(leaf):
+        spec = tc.make_spec(
+            trace.view, (Replicate(),) * trace.view.ndim, leaf.shape, contiguous_strides(leaf.shape), leaf.dtype
+        )
+        return tc.wrap_local(leaf.detach().contiguous(), spec)
+    return replica(as_tensor(leaf, where))
+
+
+def _lift_captures(module: torch.fx.GraphModule, captures: Captures) -> None:
+    """Captured values, which make_fx has stored as attributes, become placeholders after the arguments."""
+    graph = module.graph
+    index = {id(fake): i for i, fake in enumerate(captures.fakes)}
+    anchor = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
+    lifted: list[torch.fx.Node | None] = [None] * len(captures.fakes)
+    for i, fake in enumerate(captures.fakes):
+        with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
+            anchor = lifted[i] = graph.placeholder(f"captured_{i}")
+            anchor.meta["val"] = fake
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and id(getattr(module, node.target)) in index:
+            node.replace_all_uses_with(lifted[index[id(getattr(module, node.target))]])
+            graph.erase_node(node)
+    graph.lint()
+
+
+@contextlib.contextmanager
+def _tracing_environment(trace: TraceContext) -> Iterator[None]:
+    """What holds while user code is traced, and is put back however it ends."""
+
+    def implied(dispatch: Any, op_info: Any, *rest: Any, **kwargs: Any) -> Any:
+        schema = rest[0] if rest else op_info.schema
+        reason = f"operands of {getattr(schema, 'op', 'an operator')}"
+        with trace.marked(asked=False, reason=reason):
+            return dispatch(op_info, *rest, **kwargs)
+
+    undo_access = guard_methods(trace)
+    before_hook = tc.set_redistribute_hook(implied)
+    before_implicit = tc.set_implicit_replication(True)
+    try:
+        with trace.active(), torch.fx.traceback.preserve_node_meta(), _quiet():
+            trace.set_origin(trace.origin)
+            yield
+    finally:
+        torch.fx.traceback.get_current_meta().pop("custom", None)
+        tc.set_implicit_replication(before_implicit)
+        tc.restore_redistribute_hook(before_hook)
+        undo_access()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DTensor's advice about redistributions, which `comms()` gives with source lines, is kept off the terminal."""
+    loggers = [logging.getLogger(f"torch.distributed.tensor.{name}") for name in ("_redistribute", "_collective_utils")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _explained(program: Program, trace: TraceContext) -> Iterator[None]:
+    """Our errors pass; torch's about sharding get the user's line."""
+    try:
+        yield
+    except PtrainxError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PtrainxError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise cause from error
+        if "harding" in str(error) or "DTensor" in str(error) or "redistribute" in str(error):
+            raise TraceError(
+                f"{program.name} can't be partitioned over {program.mesh}: {str(error).splitlines()[0]}",
+                source=trace.origin.source,
+                fix="constrain the operands' placement with px.reshard before this line, or change their specs",
+            ) from error
+        raise

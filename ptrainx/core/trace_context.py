@@ -1,0 +1,131 @@
+"""What is being traced now, for the functions that behave differently inside a step.
+
+A `TraceContext` is active while a jitted function's Python runs. Transforms announce phases to it, `reshard` and
+gradient reductions mark the communication that the user asked for, and every node of the graph gets the `Origin` that
+was current when it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import einops
+import optree
+import torch
+
+__all__ = ["Origin", "TraceContext", "called_by_library", "current_trace", "user_source"]
+
+_HERE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+_ROOT = os.path.dirname(_HERE)
+_LIBRARY = (
+    _HERE + os.sep,
+    os.path.join(_ROOT, "mesh") + os.sep,
+    os.path.join(_ROOT, "ops") + os.sep,
+    *(os.path.dirname(os.path.realpath(module.__file__)) + os.sep for module in (torch, optree, einops)),
+    *(os.path.realpath(module.__file__) for module in (contextlib, functools)),
+)
+"""Code that is not the user's: lines in it explain nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a node of the graph comes from.
+
+    Attributes:
+        source: `file:line` of the user's code.
+        phase: "forward", "backward" or "update".
+        asked: of communication: whether the user asked for it (a reshard, an output spec, a gradient's reduction) or
+            DTensor implied it, to bring an operator's operands together.
+        reason: why there is communication here.
+    """
+
+    source: str = "?"
+    phase: str = "forward"
+    asked: bool = False
+    reason: str = ""
+
+
+_current: contextvars.ContextVar[TraceContext | None] = contextvars.ContextVar("ptrainx_trace", default=None)
+
+
+class TraceContext:
+    """The state of one trace.
+
+    Attributes:
+        mesh: the mesh that the step is jitted for.
+        view: the torch DeviceMesh of the rank that is traced; the one that DTensors inside the trace live on.
+        rank: that rank.
+        origin: what the next node's origin will be.
+        grad_depth: how many `grad` transforms are open.
+    """
+
+    def __init__(self, mesh: Any, view: Any, rank: int, name: str):
+        self.mesh, self.view, self.rank, self.name = mesh, view, rank, name
+        self.origin = Origin()
+        self.grad_depth = 0
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[TraceContext]:
+        """Makes this the current trace."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    @contextlib.contextmanager
+    def marked(self, **changes: Any) -> Iterator[None]:
+        """Inside, nodes have these origin fields."""
+        before = self.origin
+        self.set_origin(dataclasses.replace(before, **changes))
+        try:
+            yield
+        finally:
+            self.set_origin(before)
+
+    def set_origin(self, origin: Origin) -> None:
+        """Gives the nodes to come this origin."""
+        self.origin = origin
+        torch.fx.traceback.get_current_meta()["custom"] = {"origin": origin}
+
+    def at_source(self, source: str) -> None:
+        """The user's line that is running."""
+        if source != self.origin.source:
+            self.set_origin(dataclasses.replace(self.origin, source=source))
+
+
+def current_trace() -> TraceContext | None:
+    """The trace that is running, or None outside a jitted step."""
+    return _current.get()
+
+
+def user_source(depth: int = 1) -> str:
+    """`file:line` of the innermost frame that is neither this library's nor torch's."""
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        if not called_by_library(frame):
+            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+@functools.cache
+def _is_library(filename: str) -> bool:
+    return os.path.realpath(filename).startswith(_LIBRARY) or filename == "<string>"
+
+
+def called_by_library(frame: Any) -> bool:
+    """Whether a frame is this library's or torch's code."""
+    return _is_library(frame.f_code.co_filename)
+
+
+def _short(name: str) -> str:
+    relative = os.path.relpath(name) if os.path.isabs(name) else name
+    return relative if len(relative) < len(name) and not relative.startswith("..") else name
