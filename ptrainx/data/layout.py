@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import ShapeDtypeStruct
 from ptrainx.core.errors import MeshError, SpecError
 from ptrainx.mesh.mesh import Mesh
 from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
-from ptrainx.mesh.placement import check_spec, local_block
-from ptrainx.mesh.transfer import place_local
+from ptrainx.mesh.placement import check_spec, local_block, tensor_spec
+from ptrainx.mesh.simulated import wrap_all
 
 __all__ = ["BatchLayout", "RowRange", "check_mesh", "row_shards"]
 
@@ -46,8 +47,9 @@ class BatchLayout:
     ):
         for leaf, path, spec in zip(leaves, paths, specs):
             _check(leaf, path, spec, mesh)
-        self._leaves, self._specs, self._mesh = leaves, specs, mesh
-        self._device = mesh.device
+        # Made once: a DTensor's spec costs ten times as much as the DTensor.
+        self._placed = [tensor_spec(mesh.device_mesh, spec, mesh, leaf) for leaf, spec in zip(leaves, specs)]
+        self._mesh, self._device = mesh, mesh.device
         self._blocks = {
             rank: [local_block(spec, mesh, leaf.shape, rank) for leaf, spec in zip(leaves, specs)]
             for rank in mesh.ranks
@@ -60,7 +62,7 @@ class BatchLayout:
 
     def place(self, rows: Mapping[RowRange, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The placed leaves, from CPU tensors of the rows in each of `row_ranges`, which they may take over."""
-        return [self._place(i, rows) for i in range(len(self._leaves))]
+        return [self._place(i, rows) for i in range(len(self._placed))]
 
     def _place(self, i: int, rows: Mapping[RowRange, Sequence[torch.Tensor]]) -> torch.Tensor:
         def part(rank: int) -> torch.Tensor:
@@ -71,7 +73,9 @@ class BatchLayout:
                 return block.clone()
             return block.to(self._device, non_blocking=True)
 
-        return place_local(part, self._specs[i], self._mesh, self._leaves[i])
+        if self._mesh.simulated:
+            return wrap_all([part(rank) for rank in self._mesh.ranks], self._placed[i])
+        return tc.wrap_local(part(self._mesh.rank), self._placed[i])
 
 
 def check_mesh(mesh: Any) -> Mesh:

@@ -155,7 +155,8 @@ class _Items(Source):
         )
         pairs, self.treedef = px_tree.flatten_with_path(self._fetch([0])[0])
         self.paths = [path for path, _ in pairs]
-        self.leaves = [_aval(_tensor(leaf, self._name)) for _, leaf in pairs]
+        first = [_tensor(leaf, self._name) for _, leaf in pairs]
+        self.leaves = [ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype) for tensor in first]
         _check_not_bare(self.leaves, self._name)
 
     def read(self, indices: np.ndarray) -> list[torch.Tensor]:
@@ -184,10 +185,11 @@ class _Columns(Source):
         self._fetch: Callable[[np.ndarray], Any] = items.read_samples
         pairs, self.treedef = px_tree.flatten_with_path(self._fetch(np.zeros(1, np.int64)))
         self.paths = [path for path, _ in pairs]
-        columns = [_aval(_tensor(leaf, self._name)) for _, leaf in pairs]
-        for path, column in zip(self.paths, columns):
-            self._check(path, column, ShapeDtypeStruct((1, *column.shape[1:]), column.dtype))
-        self.leaves = [ShapeDtypeStruct(column.shape[1:], column.dtype) for column in columns]
+        columns = [_tensor(leaf, self._name) for _, leaf in pairs]
+        self.leaves = [ShapeDtypeStruct(tuple(column.shape[1:]), column.dtype) for column in columns]
+        for path, column, leaf in zip(self.paths, columns, self.leaves):
+            if column.ndim == 0 or len(column) != 1:
+                raise self._misfit(path, column, ShapeDtypeStruct((1, *leaf.shape), leaf.dtype))
         _check_not_bare(self.leaves, self._name)
 
     def read(self, indices: np.ndarray) -> list[torch.Tensor]:
@@ -196,26 +198,22 @@ class _Columns(Source):
             raise _unlike(f"{self._name}.read_samples", str(treedef), str(self.treedef))
         columns = [_tensor(leaf, self._name) for leaf in flat]
         for path, column, leaf in zip(self.paths, columns, self.leaves):
-            self._check(path, _aval(column), ShapeDtypeStruct((len(indices), *leaf.shape), leaf.dtype))
+            if tuple(column.shape) != (len(indices), *leaf.shape) or column.dtype != leaf.dtype:
+                raise self._misfit(path, column, ShapeDtypeStruct((len(indices), *leaf.shape), leaf.dtype))
         # The arrays may be views of the source's own memory, or of each other.
-        return [column.clone() for column in columns]
+        return [column.clone(memory_format=torch.contiguous_format) for column in columns]
 
-    def _check(self, path: tuple[Any, ...], found: ShapeDtypeStruct, wanted: ShapeDtypeStruct) -> None:
-        if found != wanted:
-            where = f"{self._name}.read_samples: {px_tree.path_expr(path, 'result')}"
-            raise _unlike(where, describe(found), describe(wanted))
+    def _misfit(self, path: tuple[Any, ...], column: torch.Tensor, wanted: ShapeDtypeStruct) -> DataError:
+        where = f"{self._name}.read_samples: {px_tree.path_expr(path, 'result')}"
+        return _unlike(where, describe(column), describe(wanted))
 
 
 def _tensor(leaf: Any, name: str) -> torch.Tensor:
     try:
-        return as_tensor(leaf, f"a leaf of a sample of {name}").detach().cpu().contiguous()
+        return as_tensor(leaf, f"a leaf of a sample of {name}").detach().cpu()
     except TreeError as error:
         fix = "turn it into numbers in the data set"
         raise DataError(error.problem, got=error.got, expected=error.expected, fix=fix) from error
-
-
-def _aval(tensor: torch.Tensor) -> ShapeDtypeStruct:
-    return ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype)
 
 
 def _check_not_bare(leaves: list[ShapeDtypeStruct], name: str) -> None:
