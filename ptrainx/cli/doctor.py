@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["Finding", "Report", "examine", "print_report"]
+__all__ = ["Finding", "Report", "check_package", "check_room", "examine", "print_report"]
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,14 @@ def _packages() -> tuple[list[Finding], list[Finding]]:
         if name == "ptrainx":
             continue
         if extra is None:
-            required.append(_package(name, "pip install " + requirement.partition(";")[0].strip(), needed=True))
+            required.append(check_package(name, "pip install " + requirement.partition(";")[0].strip(), needed=True))
         elif extra[1] != "dev" and name not in optional:
-            optional[name] = _package(name, f"pip install 'ptrainx[{extra[1]}]'", needed=False)
+            optional[name] = check_package(name, f"pip install 'ptrainx[{extra[1]}]'", needed=False)
     return required, list(optional.values())
 
 
-def _package(name: str, fix: str, *, needed: bool) -> Finding:
+def check_package(name: str, fix: str, *, needed: bool) -> Finding:
+    """Whether a package is installed, and in which version; `fix` is the command that installs it."""
     try:
         return Finding(name, True, metadata.version(name), needed=needed)
     except metadata.PackageNotFoundError:
@@ -199,10 +200,11 @@ def _checkout() -> list[Finding]:
     import ptrainx
 
     package = Path(next(iter(ptrainx.__path__)))
-    return [_room(package / name) for name in ("mesh", "ops")]
+    return [check_room(package / name) for name in ("mesh", "ops")]
 
 
-def _room(path: Path) -> Finding:
+def check_room(path: Path) -> Finding:
+    """Whether a room's link leads to a package; a checkout without symbolic links holds a small text file instead."""
     fix = "git config core.symlinks true, then git checkout -- ptrainx/mesh ptrainx/ops"
     if (path / "__init__.py").is_file():
         value = f"link to {os.readlink(path)}" if path.is_symlink() else "folder"

@@ -10,6 +10,7 @@ can still set the environment that torch reads when it loads.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import faulthandler
@@ -23,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 __all__ = ["call_stored", "main", "record", "run_script", "store_result"]
@@ -79,14 +80,24 @@ def prepare_streams() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     with contextlib.suppress(io.UnsupportedOperation, ValueError):
-        faulthandler.enable()
+        faulthandler.enable(sys.__stderr__ or sys.stderr)
 
 
 def run_script(path: str, arguments: list[str]) -> None:
-    """Runs a file as `python FILE ARGS...` does."""
+    """Runs a file, or a folder's `__main__.py`, as `python PATH ARGS...` does.
+
+    The module stays `__main__` until the process ends, so that what runs at exit, or pickles by name, finds it.
+    """
     sys.argv = [path, *arguments]
-    replace_own_path(None if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
-    runpy.run_path(path, run_name="__main__")
+    file = os.path.abspath(path)
+    file = os.path.join(file, "__main__.py") if os.path.isdir(file) else file
+    replace_own_path(os.path.dirname(file))
+    program = ModuleType("__main__")
+    program.__dict__.update(__file__=file, __builtins__=builtins)
+    sys.modules["__main__"] = program
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec")
+    exec(code, program.__dict__)
 
 
 def run_module(name: str, arguments: list[str]) -> None:
@@ -96,10 +107,10 @@ def run_module(name: str, arguments: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def replace_own_path(folder: str | None) -> None:
-    """Puts `folder` where python has put this file's own on the import path; None where runpy will add it."""
+def replace_own_path(folder: str) -> None:
+    """Puts `folder` first on the import path, where python has put this file's own."""
     if not sys.flags.safe_path:
-        sys.path[:1] = [] if folder is None else [folder]
+        sys.path[0] = folder
 
 
 def call_stored(folder: str) -> None:

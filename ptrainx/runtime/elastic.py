@@ -93,8 +93,8 @@ def run_workers(
 @contextmanager
 def _quiet(verbose: bool) -> Iterator[None]:
     """Silences torch elastic's loggers."""
-    names = [] if verbose else [name for name in logging.root.manager.loggerDict if name.startswith(NOISY)]
-    loggers = [logging.getLogger(name) for name in names]
+    names = ["torchelastic-events-null", *(name for name in logging.root.manager.loggerDict if name.startswith(NOISY))]
+    loggers = [] if verbose else [logging.getLogger(name) for name in names]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

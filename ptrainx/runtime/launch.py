@@ -130,6 +130,9 @@ def _in_fork(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], folder
 
     # The threads of the OpenMP pool were not forked; an operation that counted on them would wait for ever.
     torch.set_num_threads(1)
+    # A notebook's stream sends every piece of a line by itself; the plain one, which it watches, sends whole lines.
+    sys.stdout = sys.__stdout__ or sys.stdout
+    bootstrap.prepare_streams()
     try:
         bootstrap.store_result(folder, fn(*args, **kwargs))
     except KeyboardInterrupt:
