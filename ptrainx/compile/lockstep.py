@@ -85,7 +85,7 @@ class Lockstep:
                 continue
             self._check_match(group, calls)
             inputs = [waiting.pop(member)[1] for member in group]
-            outputs = exchange(call.name, inputs, [c.args for c in calls], group)
+            outputs = exchange(call.name, inputs, [c.args for c in calls])
             ready.extend(zip(group, outputs))
         if waiting and not ready:
             sides = [f"rank {r} waits in {describe_call(self._call(r, q))}" for r, q in sorted(waiting.items())]
