@@ -79,7 +79,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "       ptrainx run [-n N] [options] -m MODULE [ARGS ...]",
         description="Runs a script in N processes on this machine. Their output passes through untouched; the first "
         "error is shown once, with its rank, and stops them all.",
-        epilog="OMP_NUM_THREADS is set to cores / N for the workers unless the environment sets it.",
+        epilog="OMP_NUM_THREADS is set to cores / N for the workers unless the environment sets it. An interrupt is "
+        "passed on to the workers; a second one ends them at once.",
         allow_abbrev=False,
     )
     run.add_argument("-n", "--processes", type=int, default=1, metavar="N", help="processes on this node (default 1)")
