@@ -63,7 +63,8 @@ def as_source(source: Any) -> Source:
         raise _no_source(source)
     if _is_array(source) or (not isinstance(source, list) and not px_tree.structure(source).is_leaf()):
         return _Arrays(source)
-    if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
+    many_at_once = callable(getattr(source, "read_samples", None))
+    if isinstance(source, IterableDataset) or not (many_at_once or hasattr(source, "__getitem__")):
         raise DataError(
             f"samples can't be read by index from a {type(source).__name__}",
             expected=_KINDS,
@@ -77,7 +78,7 @@ def as_source(source: Any) -> Source:
         ) from error
     if length == 0:
         raise _empty(type(source).__name__)
-    return (_Columns if callable(getattr(source, "read_samples", None)) else _Items)(source, length)
+    return _Columns(source, length) if many_at_once else _Items(source, length)
 
 
 def _is_array(value: Any) -> bool:
