@@ -54,6 +54,7 @@ def _all_to_all(inputs: Tensors, outs: Sequence[Sequence[int]], ins: Sequence[Se
 
 
 def _broadcast(inputs: Tensors, source: int) -> Tensors:
+    # The operator's source counts within the group.
     return [inputs[source].clone() for _ in inputs]
 
 
@@ -73,21 +74,17 @@ COLLECTIVES: dict[str, Callable[..., Tensors]] = {
 """Operator name to its meaning; arguments after the tensor and before the group's name follow the inputs."""
 
 
-def exchange(name: str, inputs: Tensors, args: Sequence[Any], group: Sequence[int]) -> Tensors:
+def exchange(name: str, inputs: Tensors, args: Sequence[Any]) -> Tensors:
     """Runs one collective over one group.
 
     Args:
         name: operator name, a key of `COLLECTIVES`.
         inputs: one tensor a rank, in group order.
         args: a rank's arguments between the tensor and the group name, for each rank in group order.
-        group: the global ranks of the group.
 
     Returns:
         one tensor a rank, in group order.
     """
     if name == "_c10d_functional::all_to_all_single":
         return _all_to_all(inputs, [a[0] for a in args], [a[1] for a in args])
-    if name == "_c10d_functional::broadcast":
-        source = args[0][0]
-        return _broadcast(inputs, group.index(source) if source in group else source)
     return COLLECTIVES[name](inputs, *args[0])

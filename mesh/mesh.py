@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import math
-import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ptrainx.core import torch_compat_world
 from ptrainx.core.errors import MeshError
+from ptrainx.mesh.axes import axes_text, check_axes, check_world, fill_in
 from ptrainx.mesh.virtual import VirtualDeviceMesh, next_uid
 from ptrainx.mesh.world import World, current_world, initialize
 
-__all__ = ["AbstractMesh", "Mesh", "ambient_mesh", "make_mesh"]
+__all__ = ["AbstractMesh", "Mesh", "ambient_mesh", "epoch_of", "make_mesh"]
 
 _ambient: contextvars.ContextVar[tuple[AbstractMesh, ...]] = contextvars.ContextVar("ptrainx_meshes", default=())
 
-# The same axes give the same simulated mesh for as long as it is in use, so that a notebook's cell can be run again.
-_simulated: weakref.WeakValueDictionary[tuple, Mesh] = weakref.WeakValueDictionary()
+# The same axes give the same simulated devices for as long as a mesh or a value uses them, so that a notebook's cell
+# can be run again and its values meet.
+_simulated: weakref.WeakValueDictionary[tuple, VirtualDeviceMesh] = weakref.WeakValueDictionary()
 
 
 class AbstractMesh:
     """Axis names and sizes without devices: for planning, and for tracing up to `Lowered`.
+
+    Two abstract meshes with the same axes in the same order are equal.
 
     Args:
         axes: axis name to size, major to minor; or by keyword: `AbstractMesh(data=128, model=8)`.
@@ -38,7 +43,7 @@ class AbstractMesh:
     epoch = 0
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **axis_sizes: int):
-        self._shape = _check_axes(axes, axis_sizes)
+        self._shape = check_axes(axes, axis_sizes)
         self._uid = next_uid()
         self._views: dict[int, VirtualDeviceMesh] = {}
 
@@ -65,7 +70,7 @@ class AbstractMesh:
     def rank_view(self, rank: int) -> VirtualDeviceMesh:
         """The mesh as a rank sees it, for tracing that rank's program."""
         if rank not in self._views:
-            self._views[rank] = VirtualDeviceMesh(tuple(self._shape.values()), self.axis_names, rank, self._uid)
+            VirtualDeviceMesh(tuple(self._shape.values()), self.axis_names, rank, self._uid, self._views)
         view = self._views[rank]
         view.ensure_registered()
         return view
@@ -78,15 +83,28 @@ class AbstractMesh:
             coords.append(c)
         return tuple(reversed(coords))
 
-    def __enter__(self) -> AbstractMesh:
+    def __enter__(self) -> Self:
         _ambient.set((*_ambient.get(), self))
         return self
 
     def __exit__(self, *exc: Any) -> None:
         _ambient.set(_ambient.get()[:-1])
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AbstractMesh) and (self is other or self._identity == other._identity)
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @functools.cached_property
+    def _identity(self) -> tuple:
+        return type(self), *self._shape.items()
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{a}={n}' for a, n in self._shape.items())})"
+        return f"{type(self).__name__}({self._axes_text()})"
+
+    def _axes_text(self) -> str:
+        return axes_text(self._shape)
 
 
 class Mesh(AbstractMesh):
@@ -100,23 +118,68 @@ class Mesh(AbstractMesh):
         simulated: whether all devices are simulated in this process.
     """
 
-    def __init__(self, axes: dict[str, int], *, device_mesh: DeviceMesh | None, world: World | None, device: str):
-        super().__init__(axes)
-        self.simulated = device_mesh is None
-        self.device_type = device
-        self.device_mesh: DeviceMesh = self.rank_view(0) if device_mesh is None else device_mesh
-        # From a placed value back to its mesh; weak, since the torch mesh must not keep ours alive.
-        self.device_mesh.ptrainx_mesh = weakref.ref(self)  # type: ignore[attr-defined]
+    def __init__(self, device_mesh: DeviceMesh, *, world: World | None):
+        super().__init__(dict(zip(device_mesh.mesh_dim_names or (), device_mesh.shape)))
+        if isinstance(device_mesh, VirtualDeviceMesh):
+            self._uid, self._views = device_mesh.view_id[0], device_mesh.views
+        self.simulated = world is None
+        self.device_mesh = device_mesh
+        self.device_type: str = device_mesh.device_type
         self._world = world
+        self._position = _position(device_mesh)
         self.epoch = 0 if world is None else world.epoch
+        # From a placed value back to its mesh; weak, since the torch mesh must not keep ours alive.
+        device_mesh.ptrainx_mesh = weakref.ref(self)  # type: ignore[attr-defined]
+        device_mesh.ptrainx_epoch = self.epoch  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
+        """The mesh over a torch `DeviceMesh` that somebody else made, or that a placed value lives on.
+
+        Args:
+            device_mesh: a mesh with named dims, over all processes or some of them (`mesh["data"]`), this one among
+                them.
+
+        Raises:
+            MeshError: dims without names, a world that has ended, or a mesh that this process is no part of.
+
+        >>> mesh = make_mesh(data=2, simulate=True)
+        >>> Mesh.from_device_mesh(mesh.device_mesh) is mesh
+        True
+        """
+        if isinstance(device_mesh, VirtualDeviceMesh):
+            device_mesh = device_mesh.views[0]
+        known = getattr(device_mesh, "ptrainx_mesh", lambda: None)()
+        if known is not None:
+            return known
+        if not device_mesh.mesh_dim_names:
+            raise MeshError(
+                f"{device_mesh} has dims without names",
+                fix="name them: init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+            )
+        if isinstance(device_mesh, VirtualDeviceMesh):
+            return cls(device_mesh, world=None)
+        world = current_world()
+        if world.epoch == 0 or epoch_of(device_mesh) != world.epoch:
+            raise MeshError(
+                f"{device_mesh} belongs to a world that has ended",
+                fix="make a new mesh after px.initialize, and place the values on it",
+            )
+        if device_mesh.get_coordinate() is None:
+            raise MeshError(
+                f"rank {world.rank} is no part of {device_mesh}",
+                got=f"the mesh of ranks {device_mesh.mesh.flatten().tolist()}",
+                fix="use a mesh that this process is part of",
+            )
+        return cls(device_mesh, world=world)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.size)) if self._world is None else (self._world.rank,)
+        return tuple(range(self.size)) if self.simulated else (self._position,)
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 on a simulated mesh."""
+        """This process's place in the mesh, counted along the axes, major to minor; 0 on a simulated mesh."""
         return self.ranks[0]
 
     @property
@@ -131,25 +194,40 @@ class Mesh(AbstractMesh):
 
     def check_alive(self) -> None:
         """Raises MeshError if the world that the mesh was made in has ended."""
-        if self._world is not None and current_world().epoch != self._world.epoch:
+        if self._world is not None and current_world().epoch != self.epoch:
             raise MeshError(
                 f"{self} belongs to a world that has ended",
                 fix="make a new mesh after px.initialize, and place the values on it",
             )
 
+    @functools.cached_property
     def _identity(self) -> tuple:
-        real = None if self.simulated else (self.epoch, tuple(self.device_mesh.mesh.flatten().tolist()))
-        return tuple(self._shape.items()), self.device_type, real, self._uid if self.simulated else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and (self is other or self._identity() == other._identity())
-
-    def __hash__(self) -> int:
-        return hash((tuple(self._shape.items()), self.epoch, self.simulated))
+        devices = self._uid if self.simulated else tuple(self.device_mesh.mesh.flatten().tolist())
+        return type(self), *self._shape.items(), self.device_type, self.simulated, self.epoch, devices
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{a}={n}" for a, n in self._shape.items())
-        return f"Mesh({axes}{', simulated' if self.simulated else ''}, device={self.device_type!r})"
+        where = "simulated" if self.simulated else f"device={self.device_type!r}"
+        return f"Mesh({self._axes_text()}, {where})"
+
+
+def epoch_of(device_mesh: DeviceMesh) -> int:
+    """The epoch of the world that a torch DeviceMesh belongs to: 0 for virtual devices, -1 if that world has ended."""
+    if isinstance(device_mesh, VirtualDeviceMesh):
+        return 0
+    epoch = getattr(device_mesh, "ptrainx_epoch", None)
+    now = current_world().epoch
+    if epoch is None and torch_compat_world.groups_are_alive(device_mesh):
+        epoch = device_mesh.ptrainx_epoch = now  # type: ignore[attr-defined]
+    return epoch if epoch == now else -1
+
+
+def _position(device_mesh: DeviceMesh) -> int:
+    if isinstance(device_mesh, VirtualDeviceMesh):
+        return 0
+    place = 0
+    for n, c in zip(device_mesh.shape, device_mesh.get_coordinate() or ()):
+        place = place * n + int(c)
+    return place
 
 
 def make_mesh(
@@ -178,37 +256,42 @@ def make_mesh(
     >>> make_mesh(data=4, model=2, simulate=True).shape
     {'data': 4, 'model': 2}
     """
-    sizes = _check_axes(axes, axis_sizes, free=True) if (axes or axis_sizes) else {"data": -1}
+    sizes = check_axes(axes, axis_sizes, free=True) if (axes or axis_sizes) else {"data": -1}
+    _check_backends(backends, sizes)
     if simulate:
         if -1 in sizes.values():
-            raise MeshError(f"a simulated mesh has no size to fill in for -1: {sizes}", fix="give every axis a size")
+            raise MeshError(
+                f"a simulated mesh has no size to fill in for -1: {axes_text(sizes)}", fix="give every axis a size"
+            )
         if device not in (None, "cpu"):
             raise MeshError(f"a simulated mesh is on the CPU, not on {device!r}", fix="leave out device=")
         return _simulated_mesh(sizes)
+    device = _check_device(device)
     world = initialize()
-    sizes = _fill_in(sizes, world.size)
-    if math.prod(sizes.values()) != world.size:
-        raise MeshError(_size_problem(sizes, world), fix=_size_fix(sizes, world))
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    override = {axis: backends[axis] for axis in sizes if axis in backends} if backends else None
-    unknown = sorted(set(backends or ()) - set(sizes))
-    if unknown:
-        raise MeshError(f"backends= names axes that the mesh does not have: {unknown}", expected=str(tuple(sizes)))
-    torch_mesh = init_device_mesh(
-        device,
-        tuple(sizes.values()),
-        mesh_dim_names=tuple(sizes),
-        backend_override=override,  # type: ignore[arg-type]
-    )
-    return Mesh(sizes, device_mesh=torch_mesh, world=world, device=device)
+    sizes = fill_in(sizes, world.size)
+    check_world(sizes, world.size)
+    return Mesh(_torch_mesh(device, sizes, backends), world=world)
+
+
+def _torch_mesh(device: str, sizes: dict[str, int], backends: Mapping[str, str] | None) -> DeviceMesh:
+    override: Any = dict(backends) if backends else None
+    try:
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=override)
+    except (RuntimeError, ValueError) as error:
+        raise MeshError(
+            f"a mesh of {axes_text(sizes)} on {device!r} could not be made: {error}",
+            got=f"backends={override}" if override else None,
+            fix="check that device and backends are available (`ptrainx doctor`)",
+        ) from error
 
 
 def _simulated_mesh(sizes: dict[str, int]) -> Mesh:
     key = tuple(sizes.items())
-    mesh = _simulated.get(key)
-    if mesh is None:
-        mesh = _simulated[key] = Mesh(sizes, device_mesh=None, world=None, device="cpu")
-    return mesh
+    view = _simulated.get(key)
+    if view is None:
+        view = VirtualDeviceMesh(tuple(sizes.values()), tuple(sizes), 0, next_uid(), {})
+        _simulated[key] = view
+    return Mesh.from_device_mesh(view)
 
 
 def ambient_mesh() -> AbstractMesh | None:
@@ -217,45 +300,25 @@ def ambient_mesh() -> AbstractMesh | None:
     return stack[-1] if stack else None
 
 
-def _check_axes(axes: Mapping[str, int] | None, axis_sizes: Mapping[str, int], free: bool = False) -> dict[str, int]:
-    if axes and axis_sizes:
-        raise MeshError("axes are given both as a mapping and by keyword", fix="use one of the two forms")
-    sizes = dict(axes or axis_sizes)
-    if not sizes:
-        raise MeshError("a mesh has at least one axis", fix="write make_mesh(data=2)")
-    for axis, n in sizes.items():
-        if not isinstance(axis, str) or not axis.isidentifier():
-            raise MeshError(f"{axis!r} is no axis name", expected="an identifier such as 'data'")
-        if isinstance(n, bool) or not isinstance(n, int) or (n < 1 and not (free and n == -1)):
-            raise MeshError(
-                f"axis {axis!r} has size {n!r}", expected="a positive integer" + (", or -1" if free else "")
-            )
-    if list(sizes.values()).count(-1) > 1:
-        raise MeshError(f"only one axis size can be -1: {sizes}", fix="give the other axes a size")
-    return sizes
-
-
-def _fill_in(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    if -1 not in sizes.values():
-        return sizes
-    known = math.prod(n for n in sizes.values() if n != -1)
-    if world_size % known:
+def _check_device(device: Any) -> str:
+    available = torch.cuda.is_available()
+    if device is None:
+        return "cuda" if available else "cpu"
+    kind = device.type if isinstance(device, torch.device) and device.index is None else device
+    if kind not in ("cpu", "cuda"):
         raise MeshError(
-            f"{sizes}: {world_size} processes can't be divided by {known}",
-            fix=f"start a multiple of {known} processes, or change the other axes",
+            f"a mesh has no device {str(device)!r}",
+            expected="'cuda' or 'cpu', without an index: each process uses its own",
         )
-    return {axis: world_size // known if n == -1 else n for axis, n in sizes.items()}
+    if kind == "cuda" and not available:
+        raise MeshError("there is no CUDA device here", got="device='cuda'", fix="leave out device=, or use 'cpu'")
+    return kind
 
 
-def _size_problem(sizes: dict[str, int], world: World) -> str:
-    axes = ", ".join(f"{a}={n}" for a, n in sizes.items())
-    processes = "1 process" if world.size == 1 else f"{world.size} processes"
-    return f"a mesh of {axes} needs {math.prod(sizes.values())} devices, this world has {processes}"
-
-
-def _size_fix(sizes: dict[str, int], world: World) -> str:
-    n = math.prod(sizes.values())
-    script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "script.py"
-    if n > world.size:
-        return f"start the program with `ptrainx run -n {n} {script}`, or try it in one process with simulate=True"
-    return f"use every process (one axis size may be -1), or start {n}: `ptrainx run -n {n} {script}`"
+def _check_backends(backends: Mapping[str, str] | None, sizes: Mapping[str, int]) -> None:
+    unknown = sorted(set(backends or ()) - set(sizes))
+    if unknown:
+        raise MeshError(
+            f"backends= names axes that the mesh does not have: {', '.join(map(repr, unknown))}",
+            expected=f"one of {', '.join(map(repr, sizes))}",
+        )

@@ -33,7 +33,7 @@ class PartitionSpec:
     unreduced: tuple[str, ...]
 
     def __init__(self, *entries: Entry, unreduced: Iterable[str] = ()):
-        owed = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
+        owed = _owed(unreduced)
         object.__setattr__(self, "entries", tuple(_entry(e) for e in entries))
         object.__setattr__(self, "unreduced", tuple(sorted(owed)))
         used = [*self.axes, *owed]
@@ -71,6 +71,10 @@ class PartitionSpec:
     def __len__(self) -> int:
         return len(self.entries)
 
+    def __bool__(self) -> bool:
+        # Or `spec or P()` would drop what P(unreduced=...) says.
+        return True
+
     def __getitem__(self, index: int) -> Entry:
         return self.entries[index]
 
@@ -83,12 +87,26 @@ class PartitionSpec:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a PartitionSpec does not change: make a new one instead of setting {name}")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a PartitionSpec does not change: {name} can't be deleted")
+
     def __reduce__(self) -> tuple:
         return _rebuild, (self.entries, self.unreduced)
 
 
 def _rebuild(entries: tuple[Entry, ...], unreduced: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*entries, unreduced=unreduced)
+
+
+def _owed(unreduced: Any) -> tuple[str, ...]:
+    axes = (unreduced,) if isinstance(unreduced, str) or not isinstance(unreduced, Iterable) else tuple(unreduced)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise SpecError(
+            f"unreduced={unreduced!r} names no axes",
+            expected="an axis name, or a tuple of them",
+            fix="write P(unreduced=('data',))",
+        )
+    return axes
 
 
 def _entry(entry: Any) -> Entry:

@@ -6,20 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ptrainx.core import torch_compat as tc
-from ptrainx.core.errors import SpecError
+from ptrainx.core.errors import MeshError, SpecError
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
 
 __all__ = [
     "check_spec",
     "contiguous_strides",
+    "is_first_owed",
     "local_block",
     "local_shape",
     "placements_of",
+    "replicate",
     "spec_of",
     "spec_of_placements",
     "tensor_spec",
@@ -42,21 +43,70 @@ def placements_of(spec: PartitionSpec, mesh: AbstractMesh) -> tuple[Placement, .
     return tuple(one(axis) for axis in mesh.axis_names)
 
 
-def spec_of_placements(placements: Sequence[Placement], axis_names: Sequence[str], ndim: int) -> PartitionSpec:
-    """DTensor placements as a spec."""
+def spec_of_placements(
+    placements: Sequence[Placement], axis_names: Sequence[str], ndim: int, sizes: Sequence[int] | None = None
+) -> PartitionSpec:
+    """DTensor placements as a spec.
+
+    Args:
+        placements: one a mesh axis.
+        axis_names: the mesh axes.
+        ndim: the dims of the value.
+        sizes: axis sizes, which tell where in a tuple of axes a strided shard belongs.
+
+    >>> spec_of_placements((Shard(0), Partial(), Shard(0)), ("data", "model", "expert"), 2)
+    P(('data', 'expert'), None, unreduced=('model',))
+    """
     entries: list[list[str]] = [[] for _ in range(ndim)]
     owed = []
-    for axis, placement in zip(axis_names, placements):
+    size_of = dict(zip(axis_names, sizes or ()))
+    # From the minor axis up: an axis is major to those after it, unless its shard is strided over some of them.
+    for axis, placement in reversed(list(zip(axis_names, placements))):
         if placement.is_partial():
             owed.append(axis)
         elif tc.is_strided_shard(placement) or isinstance(placement, Shard):
-            entries[placement.dim % max(ndim, 1)].append(axis)  # type: ignore[attr-defined]
-    return P(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries), unreduced=owed)
+            entry = entries[placement.dim % max(ndim, 1)]  # type: ignore[attr-defined]
+            entry.insert(_depth(placement, entry, size_of), axis)
+    return P(*(tuple(entry) for entry in entries), unreduced=owed)
+
+
+def _depth(placement: Any, entry: list[str], size_of: dict[str, int]) -> int:
+    """How many axes of an entry are major to the one that a placement stands for."""
+    if not tc.is_strided_shard(placement):
+        return 0
+    depth, parts = 0, 1
+    while depth < len(entry) and parts < placement.split_factor:
+        parts *= size_of.get(entry[depth], placement.split_factor)
+        depth += 1
+    return depth
 
 
 def spec_of(value: DTensor) -> PartitionSpec:
-    """The partition spec of a placed value."""
-    return spec_of_placements(value.placements, value.device_mesh.mesh_dim_names or (), value.ndim)
+    """The partition spec of a placed value.
+
+    Raises:
+        MeshError: the value's mesh has dims without names.
+    """
+    mesh = value.device_mesh
+    if not mesh.mesh_dim_names:
+        raise MeshError(
+            f"{mesh} has dims without names, so its values have no partition spec",
+            fix="name them: init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+        )
+    return spec_of_placements(value.placements, mesh.mesh_dim_names, value.ndim, mesh.shape)
+
+
+def replicate(value: DTensor) -> DTensor:
+    """A placed value with every rank holding all of it, sums paid; one collective an axis, the minor axes first."""
+    placements = list(value.placements)
+    steps = [len(placements) - 1 - i for i in range(len(placements))]
+    if any(tc.is_strided_shard(placement) for placement in placements):
+        steps = []  # the minor axis need not be the last one
+    for i in steps:
+        if not placements[i].is_replicate():
+            placements[i] = Replicate()
+            value = value.redistribute(value.device_mesh, placements)
+    return value.redistribute(value.device_mesh, [Replicate()] * len(placements)) if not steps else value
 
 
 def check_spec(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], where: str = "value") -> None:
@@ -88,6 +138,7 @@ def check_spec(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], wh
         if list(axes) != order:
             raise SpecError(
                 f"{where}: dim {dim} is split by {axes}, which is not the order of the mesh's axes",
+                got=f"{spec} on {mesh}",
                 expected=f"{tuple(order)}",
                 fix="list a dim's axes in mesh order, or make the mesh with its axes in the other order",
             )
@@ -96,9 +147,9 @@ def check_spec(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], wh
             split = " x ".join(f"{a}={sizes[a]}" for a in axes)
             raise SpecError(
                 f"{where}: dim {dim} of size {n} is not divisible by {split}",
-                got=f"shape {tuple(shape)} with {spec} over {parts} shards",
+                got=f"shape {tuple(shape)} with {spec} in {parts} shards",
                 expected=f"a multiple of {parts}",
-                fix=f"pad dim {dim} to {-(-n // parts) * parts}, split another dim, or take {axes} out of the spec",
+                fix=f"pad dim {dim} to {-(-n // parts) * parts}, split another dim, or leave it unsplit",
             )
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-
 from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import SpecError, TreeError
 from ptrainx.mesh.partition_spec import PartitionSpec
@@ -47,17 +46,12 @@ def _spread(specs: SpecTree, value: Any, path: str, found: list, problems: list[
     if _is_leaf(specs):
         problems.append(f"{path or 'value'}: {type(specs).__name__} {specs!r} is no spec")
         return
-    if _is_leaf(value):
-        problems.append(f"{path or 'value'}: the spec is a {type(specs).__name__}, the value a {type(value).__name__}")
-        return
-    if value is None or type(specs) is not type(value):
+    if value is None or _is_leaf(value) or type(specs) is not type(value):
         problems.append(f"{path or 'value'}: the spec is a {type(specs).__name__}, the value a {type(value).__name__}")
         return
     ours, theirs = _children(specs), _children(value)
-    for key in ours.keys() - theirs.keys():
-        problems.append(f"{path}{key}: in the specs, not in the value")
-    for key in theirs.keys() - ours.keys():
-        problems.append(f"{path}{key}: in the value, not in the specs")
+    problems.extend(f"{path}{key}: in the specs, not in the value" for key in ours if key not in theirs)
+    problems.extend(f"{path}{key}: in the value, not in the specs" for key in theirs if key not in ours)
     for key, child in theirs.items():
         if key in ours:
             _spread(ours[key], child, path + key, found, problems)
@@ -85,25 +79,41 @@ def match_rules(rules: Sequence[tuple[str, PartitionSpec]], tree: Any) -> SpecTr
         a tree of specs of the same structure.
 
     Raises:
-        SpecError: a leaf that no rule matches; all such leaves are listed.
+        SpecError: a leaf that no rule matches (all such leaves are listed); a rule that is no pair of a pattern and a
+            spec.
 
     >>> match_rules([(r"up$", PartitionSpec(None, "model")), (r".*", PartitionSpec())], {"up": 0, "b": 1})
-    {'b': P(), 'up': P(None, 'model')}
+    {'up': P(None, 'model'), 'b': P()}
     """
-    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+    compiled = [_rule(i, rule) for i, rule in enumerate(rules)]
     pairs, treedef = px_tree.flatten_with_path(tree)
     specs, unmatched = [], []
     for path, _ in pairs:
         name = px_tree.path_str(path)
-        spec = next((spec for pattern, spec in compiled if pattern.search(name)), None)
-        if spec is None:
-            unmatched.append(name)
-        specs.append(spec)
+        matching = [spec for pattern, spec in compiled if pattern.search(name)]
+        if not matching:
+            unmatched.append(repr(name))
+        specs.extend(matching[:1])
     if unmatched:
         shown = ", ".join(unmatched[:8]) + (f" and {len(unmatched) - 8} more" if len(unmatched) > 8 else "")
         raise SpecError(
             f"no rule matches {shown}",
-            got=f"{len(rules)} rules: {', '.join(pattern for pattern, _ in rules)}",
+            got=f"patterns {', '.join(repr(pattern.pattern) for pattern, _ in compiled)}" if compiled else "no rules",
             fix='end the rules with (r".*", P()) to replicate the rest',
         )
     return px_tree.unflatten(treedef, specs)
+
+
+def _rule(number: int, rule: Any) -> tuple[re.Pattern[str], PartitionSpec]:
+    fits = isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)
+    try:
+        if fits:
+            return re.compile(rule[0]), rule[1]
+        why = ""
+    except (re.error, TypeError) as error:
+        why = f": {error}"
+    raise SpecError(
+        f"rule {number} is no pair of a regular expression and a spec{why}",
+        got=repr(rule),
+        fix='write (r"/(qkv|up)$", P(None, "model"))',
+    )

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
+from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import InputError, MeshError
-from ptrainx.mesh.mesh import Mesh, ambient_mesh, make_mesh
-from ptrainx.mesh.partition_spec import P, PartitionSpec
+from ptrainx.mesh.mesh import AbstractMesh, Mesh, ambient_mesh, epoch_of, make_mesh
+from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
 from ptrainx.mesh.placement import (
     check_spec,
     is_first_owed,
     local_block,
     placements_of,
+    replicate,
     spec_of,
     tensor_spec,
 )
-from ptrainx.mesh.simulated import SimulatedDTensor, wrap_all
+from ptrainx.mesh.simulated import SimulatedDTensor, local_tensors, wrap_all
 from ptrainx.mesh.spec_tree import SpecTree, spread
+from ptrainx.mesh.virtual import VirtualDeviceMesh
 from ptrainx.mesh.world import current_world
 
 __all__ = [
     "block_until_ready",
+    "check_on_mesh",
+    "check_usable",
     "default_mesh",
+    "describe_placed",
     "device_get",
     "device_put",
     "from_process_local",
@@ -39,55 +45,64 @@ __all__ = [
 
 
 def device_put(tree: Any, specs: SpecTree = None, mesh: Mesh | None = None) -> Any:
-    """Places global values on a mesh; always copies.
+    """Places global values on a mesh; always copies, and records no gradient.
 
     Args:
         tree: tensors, numpy arrays, Python numbers: each a *global* value, the same on every rank. Values that are
             placed already are moved to the new placement.
-        specs: a spec tree, possibly a prefix; None replicates.
+        specs: a spec tree, possibly a prefix; None replicates a plain value and leaves a placed one where it is.
         mesh: by default the values' own, else that of `with mesh:`.
 
     Returns:
         the tree with a DTensor at each leaf (a plain 0-d tensor for a 0-d one).
 
     Raises:
-        MeshError: no mesh, or values of another mesh.
+        MeshError: no mesh, values of another mesh, or of a world that has ended.
         SpecError: a spec that does not fit.
+        TreeError: a spec tree that does not fit, or a leaf of unknown type.
 
     >>> mesh = make_mesh(data=2, simulate=True)
     >>> device_put(torch.arange(4.0), P("data"), mesh).placements
     (Shard(dim=0),)
     """
     pairs, treedef = px_tree.flatten_with_path(tree)
-    mesh = default_mesh([leaf for _, leaf in pairs], mesh)
-    chosen = spread(specs, tree)
-    return px_tree.unflatten(
-        treedef,
-        [
-            _put(leaf, spec or P(), mesh, px_tree.path_expr(path) or "value")
-            for (path, leaf), spec in zip(pairs, chosen)
-        ],
-    )
+    mesh = _placeable(default_mesh([leaf for _, leaf in pairs], mesh))
+    placed = [_put(leaf, spec, mesh, _name(path)) for (path, leaf), spec in zip(pairs, spread(specs, tree))]
+    return px_tree.unflatten(treedef, placed)
 
 
-def _put(leaf: Any, spec: PartitionSpec, mesh: Mesh, where: str) -> torch.Tensor:
+def _name(path: Sequence[Any]) -> str:
+    return px_tree.path_expr(tuple(path)) or "value"
+
+
+def _put(leaf: Any, spec: PartitionSpec | None, mesh: Mesh, where: str) -> torch.Tensor:
     if isinstance(leaf, DTensor):
-        moved = reshard_value(leaf, spec, mesh, where)
-        return moved if moved is not leaf else _clone(leaf)
+        return _put_placed(leaf.detach(), spec, mesh, where)
+    spec = P() if spec is None else spec
     value = as_tensor(leaf, where).detach()
     check_spec(spec, mesh, value.shape, where)
     if value.ndim == 0 and not spec.unreduced:
-        return value.clone().to(mesh.device)
-    return place_local(
-        lambda rank: value[local_block(spec, mesh, value.shape, rank)].to(mesh.device, copy=True).contiguous(),
-        spec,
-        mesh,
-        value,
-    )
+        return value.to(mesh.device, copy=True)
+    return place_local(lambda rank: _own(value[local_block(spec, mesh, value.shape, rank)], mesh), spec, mesh, value)
 
 
-def place_local(part: Any, spec: PartitionSpec, mesh: Mesh, like: Any) -> DTensor:
+def _put_placed(value: Any, spec: PartitionSpec | None, mesh: Mesh, where: str) -> torch.Tensor:
+    check_on_mesh(value, mesh, where)
+    moved = value if spec is None else reshard_value(value, spec, mesh, where)
+    if moved.ndim == 0 and all(placement.is_replicate() for placement in moved.placements):
+        return moved.full_tensor().clone()
+    return moved.clone()
+
+
+def _own(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A block in memory of its own, contiguous, on the mesh's device."""
+    return block.to(mesh.device, copy=True, memory_format=torch.contiguous_format)
+
+
+def place_local(part: Callable[[int], torch.Tensor], spec: PartitionSpec, mesh: Mesh, like: Any) -> DTensor:
     """A placed value from `part(rank) -> local tensor`, which is called for the ranks of this process.
+
+    Where a sum is owed, the first rank along the axis holds the value and the others zeros.
 
     Args:
         part: gives a rank's block, contiguous, in memory of its own.
@@ -95,110 +110,190 @@ def place_local(part: Any, spec: PartitionSpec, mesh: Mesh, like: Any) -> DTenso
         mesh: the mesh.
         like: something with the global shape and dtype.
     """
-    whole = tensor_spec(mesh.device_mesh, spec, mesh, like)
 
     def local(rank: int) -> torch.Tensor:
         block = part(rank)
         return block if is_first_owed(spec, mesh, rank) else torch.zeros_like(block)
 
+    return _wrap(local, spec, mesh, like)
+
+
+def _wrap(part: Callable[[int], torch.Tensor], spec: PartitionSpec, mesh: Mesh, like: Any) -> DTensor:
+    whole = tensor_spec(mesh.device_mesh, spec, mesh, like)
     if mesh.simulated:
-        return wrap_all([local(rank) for rank in mesh.ranks], whole)
-    return tc.wrap_local(local(mesh.rank), whole)
+        return wrap_all([part(rank) for rank in mesh.ranks], whole)
+    return tc.wrap_local(part(mesh.rank), whole)
 
 
 def device_get(tree: Any) -> Any:
     """The whole value of each leaf on the host, as CPU tensors; always copies. Every rank must call it.
+
+    Raises:
+        MeshError: a value of a world that has ended.
+        TreeError: a leaf of unknown type.
 
     >>> mesh = make_mesh(data=2, simulate=True)
     >>> device_get(device_put([1.0, 2.0], None, mesh))
     [tensor(1.), tensor(2.)]
     """
 
-    def get(leaf: Any) -> torch.Tensor:
-        if isinstance(leaf, DTensor):
-            whole = leaf.detach().full_tensor()
-        else:
-            whole = as_tensor(leaf).detach()
-        return whole.to("cpu", copy=True)
+    def get(path: Any, leaf: Any) -> torch.Tensor:
+        if not isinstance(leaf, DTensor):
+            return as_tensor(leaf, _name(path)).detach().to("cpu", copy=True)
+        check_usable(leaf, _name(path))
+        whole: Any = leaf.detach()
+        whole = replicate(whole)
+        local = local_tensors(whole)[0] if isinstance(whole, SimulatedDTensor) else _ready(whole.to_local())
+        return local.to("cpu", copy=True)
 
-    return px_tree.map(get, tree)
+    return px_tree.map_with_path(get, tree)
+
+
+def _ready(local: torch.Tensor) -> torch.Tensor:
+    return local.wait() if isinstance(local, tc.AsyncCollectiveTensor) else local
 
 
 def from_process_local(tree: Any, specs: SpecTree, mesh: Mesh | None = None) -> Any:
     """Global values from the rows that each process holds; nothing is sent.
 
     Args:
-        tree: each leaf is this process's part of the global value: its block under the spec. On a simulated mesh,
-            where one process plays every rank, it is the whole value.
-        specs: a spec tree, possibly a prefix.
+        tree: each leaf is this process's part of the global value: its block under the spec, of the same shape on
+            every rank (under `PTRAINX_CHECK_INPUTS=1` that is checked); over axes where a sum is owed, its addend. On
+            a simulated mesh, where one process plays every rank, it is the whole value.
+        specs: a spec tree, possibly a prefix; None says that the part is the whole, the same on every rank.
         mesh: by default that of `with mesh:`.
 
     Returns:
-        the tree with a DTensor at each leaf, its global shape the part's times the number of shards.
+        the tree with a DTensor at each leaf, its global shape the part's times the number of shards (a plain 0-d
+        tensor for a 0-d leaf).
+
+    Raises:
+        InputError: a leaf that is placed already; parts of different shape or dtype.
+        MeshError, SpecError, TreeError: as for `device_put`.
     """
     pairs, treedef = px_tree.flatten_with_path(tree)
-    mesh = default_mesh([leaf for _, leaf in pairs], mesh)
+    mesh = _placeable(default_mesh([leaf for _, leaf in pairs], mesh))
+    chosen = [P() if spec is None else spec for spec in spread(specs, tree)]
+    for path, leaf in pairs:
+        if isinstance(leaf, DTensor):
+            raise InputError(f"{_name(path)} is placed already", fix="pass this process's rows as a plain tensor")
     if mesh.simulated:
         return device_put(tree, specs, mesh)
-    out = []
-    for (path, leaf), spec in zip(pairs, spread(specs, tree)):
-        where = px_tree.path_expr(path) or "value"
-        spec = spec or P()
-        part = as_tensor(leaf, where).detach()
-        if isinstance(part, DTensor):
-            raise InputError(f"{where} is placed already", fix="pass this process's rows as a plain tensor")
-        sizes = mesh.shape
-        shape = list(part.shape)
-        check_spec(P(*spec.entries, unreduced=spec.unreduced), mesh, [0] * len(shape), where)
-        for axis in spec.axes:
-            shape[spec.dim_of(axis)] *= sizes[axis]  # type: ignore[index]
-        like = torch.empty(shape, dtype=part.dtype, device="meta")
-        out.append(place_local(lambda rank, p=part: p.to(mesh.device, copy=True).contiguous(), spec, mesh, like))
-    return px_tree.unflatten(treedef, out)
+    parts = [as_tensor(leaf, _name(path)).detach() for path, leaf in pairs]
+    if flags.check_inputs():
+        _check_same_parts([_name(path) for path, _ in pairs], parts)
+    placed = [_join_parts(part, spec, mesh, _name(path)) for (path, _), part, spec in zip(pairs, parts, chosen)]
+    return px_tree.unflatten(treedef, placed)
+
+
+def _join_parts(part: torch.Tensor, spec: PartitionSpec, mesh: Mesh, where: str) -> torch.Tensor:
+    check_spec(spec, mesh, [0] * part.ndim, where)  # any number of rows will do
+    if part.ndim == 0 and not spec.unreduced:
+        return part.to(mesh.device, copy=True)
+    sizes, shape = mesh.shape, list(part.shape)
+    for dim, entry in enumerate(spec.entries):
+        for axis in axes_of(entry):
+            shape[dim] *= sizes[axis]
+    like = torch.empty(shape, dtype=part.dtype, device="meta")
+    return _wrap(lambda rank: _own(part, mesh), spec, mesh, like)
+
+
+def _check_same_parts(names: list[str], parts: list[torch.Tensor]) -> None:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, [describe(part) for part in parts])
+    for name, *kinds in zip(names, *everyone):
+        if len(set(kinds)) > 1:
+            raise InputError(
+                f"{name}: the ranks' parts differ",
+                got=", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds)),
+                expected="the same shape and dtype on every rank",
+                fix="give each rank the same number of rows",
+            )
 
 
 def reshard_value(value: DTensor, spec: PartitionSpec, mesh: Mesh, where: str = "value") -> DTensor:
-    """One placed value at another placement of the same mesh."""
-    if not same_mesh(value, mesh):
-        raise MeshError(
-            f"{where} lives on another mesh",
-            got=str(value.device_mesh),
-            expected=str(mesh),
-            fix="px.device_put(px.device_get(value), spec, mesh) moves it between meshes",
-        )
+    """One placed value at another placement of the same mesh; the same object if it is there already."""
+    check_on_mesh(value, mesh, where)
     check_spec(spec, mesh, value.shape, where)
     placements = placements_of(spec, mesh)
     if tuple(value.placements) == placements:
         return value
-    return value.redistribute(value.device_mesh, placements)
+    if any(placement.is_partial() and placement != Partial("sum") for placement in value.placements):
+        value = replicate(value)  # torch has no way from one kind of unreduced value to another
+    moved = value.redistribute(value.device_mesh, placements)
+    local = moved._local_tensor
+    if isinstance(local, tc.AsyncCollectiveTensor):
+        moved._local_tensor = _ready(local)
+    return moved
 
 
-def same_mesh(value: DTensor, mesh: Mesh) -> bool:
-    """Whether a placed value lives on this mesh."""
+def check_usable(value: DTensor, where: str = "value") -> None:
+    """Refuses a placed value whose world has ended, or that holds one rank's part of a simulated value.
+
+    Raises:
+        MeshError: it can't be used.
+    """
+    device_mesh = value.device_mesh
+    if epoch_of(device_mesh) < 0:
+        raise MeshError(
+            f"{where} belongs to a world that has ended",
+            got=f"{describe(value)} on {device_mesh}",
+            fix="take values off the mesh with px.device_get before px.shutdown, and px.device_put them on a new one",
+        )
+    if isinstance(device_mesh, VirtualDeviceMesh) and not isinstance(value, SimulatedDTensor):
+        raise MeshError(
+            f"{where} holds one rank's part of a value on a simulated mesh",
+            got=f"a plain DTensor on {device_mesh}",
+            fix="make values of a simulated mesh with px.device_put",
+        )
+
+
+def check_on_mesh(value: DTensor, mesh: Mesh, where: str = "value") -> None:
+    """Refuses a placed value that lives on another mesh, or whose world has ended.
+
+    Raises:
+        MeshError: it does.
+    """
+    check_usable(value, where)
+    if not same_mesh(value, mesh):
+        raise MeshError(
+            f"{where} lives on another mesh",
+            got=_mesh_text(value.device_mesh),
+            expected=str(mesh),
+            fix="px.device_put(px.device_get(value), spec, mesh) moves it between meshes",
+        )
+
+
+def same_mesh(value: DTensor, mesh: AbstractMesh) -> bool:
+    """Whether a placed value lives on this mesh: the same devices of the same world."""
     own = value.device_mesh
-    return own is mesh.device_mesh or (
-        isinstance(value, SimulatedDTensor) == mesh.simulated and own == mesh.device_mesh
-    )
+    theirs = getattr(mesh, "device_mesh", None)
+    return own is theirs or (theirs is not None and own == theirs and epoch_of(own) == mesh.epoch)
 
 
 def default_mesh(leaves: Sequence[Any], mesh: Any = None) -> Any:
     """The mesh given, else the leaves' own, else the one of `with mesh:`, else in a world of one a one-device mesh.
 
     Raises:
-        MeshError: there is none, or leaves live on different meshes.
+        MeshError: there is none, or leaves live on different meshes or in a world that has ended.
     """
     if mesh is not None:
         return mesh
-    own = {id(leaf.device_mesh): leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)}
-    meshes = list(own.values())
-    for other in meshes[1:]:
-        if other != meshes[0]:
-            raise MeshError("values of different meshes meet", got=f"{meshes[0]} and {other}", fix="pass mesh=")
+    own = {id(leaf.device_mesh): leaf for leaf in leaves if isinstance(leaf, DTensor)}
+    if own:
+        first, *others = own.values()
+        check_usable(first)
+        found = _mesh_of(first)
+        for other in others:
+            check_usable(other)
+            if not same_mesh(other, found):
+                raise MeshError(
+                    "values of different meshes meet",
+                    got=f"{found} and {_mesh_text(other.device_mesh)}",
+                    fix="px.device_put(px.device_get(value), spec, mesh) moves a value between meshes",
+                )
+        return found
     ambient = ambient_mesh()
-    if meshes:
-        found = _as_mesh(meshes[0], ambient)
-        if found is not None:
-            return found
     if ambient is not None:
         return ambient
     if current_world().size == 1:
@@ -206,23 +301,38 @@ def default_mesh(leaves: Sequence[Any], mesh: Any = None) -> Any:
     raise MeshError("no mesh", fix="pass mesh=, or run inside `with mesh:`")
 
 
-def _as_mesh(device_mesh: Any, ambient: Any) -> Any:
-    if ambient is not None and getattr(ambient, "device_mesh", None) == device_mesh:
+def _mesh_of(value: DTensor) -> Mesh:
+    ambient = ambient_mesh()
+    if isinstance(ambient, Mesh) and same_mesh(value, ambient):
         return ambient
-    return getattr(device_mesh, "ptrainx_mesh", lambda: None)()
+    return Mesh.from_device_mesh(value.device_mesh)
+
+
+def _mesh_text(device_mesh: Any) -> str:
+    return str(Mesh.from_device_mesh(device_mesh) if device_mesh.mesh_dim_names else device_mesh)
+
+
+def _placeable(mesh: Any) -> Mesh:
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"{mesh!r} has no devices to place values on",
+            expected="a mesh from px.make_mesh",
+            fix="px.make_mesh(..., simulate=True) makes the devices in this process",
+        )
+    mesh.check_alive()
+    return mesh
 
 
 def block_until_ready(tree: Any) -> Any:
     """Waits until every leaf's value has been computed; returns the tree."""
-    if torch.cuda.is_available() and any(
-        isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda" for leaf in px_tree.leaves(tree)
-    ):
-        torch.cuda.synchronize()
+    values = [leaf for leaf in px_tree.leaves(tree) if isinstance(leaf, torch.Tensor)]
+    for value in values:
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(local, tc.AsyncCollectiveTensor):
+            local.trigger_wait()
+    for device in {value.device for value in values if value.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
     return tree
-
-
-def _clone(value: DTensor) -> DTensor:
-    return value.detach().clone()
 
 
 def describe_placed(value: Any) -> str:

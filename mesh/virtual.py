@@ -39,16 +39,33 @@ class VirtualDeviceMesh(DeviceMesh):
     """The view that `rank` has of a virtual mesh.
 
     DTensor caches what it works out by mesh: two views are equal only if they are of one mesh and one rank.
+
+    Args:
+        shape: axis sizes, major to minor.
+        axis_names: axis names.
+        rank: whose view this is.
+        uid: the mesh's number, from `next_uid`.
+        views: all views of the mesh made so far, by rank; this one is added.
     """
 
-    def __init__(self, shape: tuple[int, ...], axis_names: tuple[str, ...], rank: int, uid: int):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axis_names: tuple[str, ...],
+        rank: int,
+        uid: int,
+        views: dict[int, VirtualDeviceMesh],
+    ):
         self.view_id = (uid, rank)
+        self.views = views
+        views[rank] = self
         ranks = torch.arange(math.prod(shape)).reshape(shape)
         super().__init__("cpu", ranks, mesh_dim_names=axis_names, _init_backend=False, _rank=rank)
-        self._dim_group_names = [f"ptrainx/virtual/{uid}/{rank}/{axis}" for axis in axis_names]
+        names = [f"ptrainx/virtual/{uid}/{rank}/{axis}" for axis in axis_names]
+        self._dim_group_names = names  # type: ignore[assignment]
         self._pg_registry = {}
         self.group_ranks: dict[str, list[list[int]]] = {}
-        for dim, name in enumerate(self._dim_group_names):
+        for dim, name in enumerate(names):
             self.group_ranks[name] = axis_groups(shape, dim)
             self._pg_registry[name] = tc.fake_process_group(self.coordinate[dim], shape[dim], name)
         self.ensure_registered()

@@ -22,6 +22,11 @@ DTYPE_NAMES = {
     torch.int16: "i16",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
     torch.bool: "bool",
     torch.complex64: "c64",
     torch.complex128: "c128",
@@ -65,29 +70,24 @@ def is_array_like(value: Any) -> bool:
 def as_tensor(value: Any, where: str = "value") -> torch.Tensor:
     """A leaf as a tensor: Python int, float, bool become 0-d int64, default float, bool; numpy keeps its dtype.
 
-    Shares memory with a numpy array.
+    Shares memory with a tensor or a writable numpy array.
 
     Raises:
         TreeError: the leaf is of no known type.
     """
     if isinstance(value, torch.Tensor):
         return value
+    # Before Python's numbers: numpy.float64 is a float to Python.
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _from_numpy(value, where)
     if isinstance(value, bool):
         return torch.tensor(value, dtype=torch.bool)
     if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise TreeError(f"{where}: {value} does not fit into 64 bits", fix="pass it as a float")
         return torch.tensor(value, dtype=torch.int64)
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.get_default_dtype())
-    if isinstance(value, (np.ndarray, np.generic)):
-        try:
-            if isinstance(value, np.ndarray) and not value.flags.writeable:
-                value = value.copy()
-            return torch.as_tensor(np.ascontiguousarray(value) if value.ndim else value)
-        except TypeError as error:
-            raise TreeError(
-                f"{where}: a numpy array of dtype {value.dtype} has no torch counterpart",
-                fix="convert it with .astype to a numeric dtype",
-            ) from error
     kind = type(value)
     raise TreeError(
         f"{where} is a leaf of unknown type {kind.__module__}.{kind.__qualname__}",
@@ -95,3 +95,19 @@ def as_tensor(value: Any, where: str = "value") -> torch.Tensor:
         expected="a tensor, a numpy array, or a Python int, float or bool",
         fix="pass it by static_argnums, or make its class a pytree with px.register_dataclass",
     )
+
+
+def _from_numpy(value: np.ndarray | np.generic, where: str) -> torch.Tensor:
+    array = np.asarray(value)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    # torch has no read-only tensors and no negative strides; such an array is copied.
+    if not array.flags.writeable or any(step < 0 for step in array.strides):
+        array = array.copy()
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise TreeError(
+            f"{where}: a numpy array of dtype {array.dtype} has no torch counterpart",
+            fix="convert it with .astype to a numeric dtype",
+        ) from error

@@ -8,7 +8,7 @@ tuple of keys from the root to a leaf; `path_str` writes it for rules (`blocks/3
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import optree
@@ -64,20 +64,25 @@ def structure(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> TreeDe
 def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Applies `fn` to each leaf (of several trees of one structure, together).
 
+    Where `tree` has a leaf, the others may have whole subtrees, which `fn` then gets.
+
     >>> map(lambda a, b: a + b, {"x": 1, "y": [2]}, {"x": 10, "y": [20]})
     {'x': 11, 'y': [22]}
     """
+    first, treedef = flatten(tree, is_leaf)
+    others = [_flatten_up_to(treedef, t, i) for i, t in enumerate(rest, 1)]
+    return unflatten(treedef, [fn(*together) for together in zip(first, *others)])
+
+
+def _flatten_up_to(treedef: TreeDef, tree: Any, number: int) -> list[Any]:
     try:
-        return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
-    except ValueError as error:
-        raise _mismatch(error, tree, rest) from error
-
-
-def _mismatch(error: ValueError, tree: Any, rest: Sequence[Any]) -> Exception:
-    shapes = [structure(t) for t in rest]
-    if all(s == structure(tree) for s in shapes):
-        return error  # the function itself raised
-    return TreeError(f"trees of different structure: {error}", got=str(shapes), expected=str(structure(tree)))
+        return treedef.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise TreeError(
+            f"tree {number} after the first has another structure: {error}",
+            got=str(structure(tree)),
+            expected=f"{treedef}, or subtrees in place of its leaves",
+        ) from error
 
 
 def flatten_with_path(
@@ -97,7 +102,7 @@ def _key(entry: optree.PyTreeEntry) -> Any:
 def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """As `map`, with the leaf's path as the first argument of `fn`."""
     pairs, treedef = flatten_with_path(tree, is_leaf)
-    others = [treedef.flatten_up_to(t) for t in rest]
+    others = [_flatten_up_to(treedef, t, i) for i, t in enumerate(rest, 1)]
     return unflatten(treedef, [fn(path, leaf, *more) for (path, leaf), *more in zip(pairs, *others)])
 
 
@@ -126,7 +131,7 @@ def register_dataclass(cls: type[T]) -> type[T]:
     retraces a jitted step.
 
     Raises:
-        TreeError: `cls` is not a dataclass.
+        TreeError: `cls` is not a dataclass, or is registered already.
     """
     if not dataclasses.is_dataclass(cls):
         raise TreeError(f"{cls.__name__} is not a dataclass", fix="put @dataclasses.dataclass under the decorator")
@@ -140,7 +145,10 @@ def register_dataclass(cls: type[T]) -> type[T]:
     def unflatten_node(meta: tuple, children: Iterable[Any]) -> Any:
         return cls(**dict(zip(dynamic, children)), **dict(zip(static, meta)))
 
-    optree.register_pytree_node(cls, flatten_node, unflatten_node, namespace=NAMESPACE)  # type: ignore[arg-type]
+    try:
+        optree.register_pytree_node(cls, flatten_node, unflatten_node, namespace=NAMESPACE)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise TreeError(f"{cls.__name__} is registered already", fix="register each class once") from error
     return cls
 
 
