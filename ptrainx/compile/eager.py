@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrainx.compile.donation import check_donation, retire
-from ptrainx.compile.guards import EagerValues
+from ptrainx.compile.guards import EagerValues, guard_methods
 from ptrainx.compile.trace import Program, place_outputs
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
@@ -41,6 +41,7 @@ class EagerProgram:
         ranks: Any = on_all_ranks(view) if self.mesh.simulated else contextlib.nullcontext()
         placed = [self._place(leaf, a.spec) for leaf, a in zip(leaves, self.program.arguments)]
         before = tc.set_implicit_replication(True)
+        undo = guard_methods(trace, refuse=False)
         try:
             with ranks, trace.active(), torch.no_grad():
                 values = EagerValues(trace)
@@ -49,6 +50,7 @@ class EagerProgram:
                 outs, treedef, _ = place_outputs(result, self.program, trace, values.replicated)
                 finished = [self._finish(out, placed) for out in outs]
         finally:
+            undo()
             tc.set_implicit_replication(before)
         retire(leaves, self.donated, self.program)
         return px_tree.unflatten(treedef, finished)

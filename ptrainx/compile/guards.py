@@ -339,11 +339,11 @@ def _viewable(value: torch.Tensor, size: Any) -> bool:
         return False
 
 
-def guard_methods(trace: TraceContext) -> Callable[[], None]:
+def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None]:
     """Replaces DTensor's methods that bypass `__torch_function__`, for as long as a step is traced; returns the undo.
 
     `redistribute` works on local tensors, so our mode must not see its inside; `to_local` and `full_tensor` take a
-    global value apart, which user code may not do.
+    global value apart, which user code may not do (`refuse`).
     """
     originals = {name: getattr(DTensor, name) for name in ("redistribute", "to_local", "full_tensor")}
 
@@ -353,8 +353,9 @@ def guard_methods(trace: TraceContext) -> Callable[[], None]:
 
     def refusing(name: str) -> Any:
         def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-            if called_by_library(sys._getframe(1)):
-                return originals[name](self, *args, **kwargs)
+            if not refuse or called_by_library(sys._getframe(1)):
+                with tc.DisableTorchFunction():
+                    return originals[name](self, *args, **kwargs)
             raise TraceError(
                 f"{trace.name} takes a global value apart: .{name}()",
                 source=user_source(2),

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ptrainx.compile.guards import Captures, GlobalValues, LocalRules, guard_methods
+from ptrainx.compile.trace_view import remembered_propagation, trace_view
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, is_array_like
@@ -96,7 +97,7 @@ class RankGraph:
 def trace_program(program: Program, rank: int) -> RankGraph:
     """Traces the program of one rank."""
     install_sharding_rules()
-    view = program.mesh.rank_view(rank)
+    view = trace_view(program.mesh, rank)
     trace = TraceContext(program.mesh, view, rank, program.name)
     fake_mode = tc.FakeTensorMode()
     captures = Captures(fake_mode, view)
@@ -238,7 +239,7 @@ def _tracing_environment(trace: TraceContext) -> Iterator[None]:
     before_hook = tc.set_redistribute_hook(implied)
     before_implicit = tc.set_implicit_replication(True)
     try:
-        with trace.active(), torch.fx.traceback.preserve_node_meta(), _quiet():
+        with remembered_propagation(trace.view), trace.active(), torch.fx.traceback.preserve_node_meta(), _quiet():
             trace.set_origin(trace.origin)
             yield
     finally:

@@ -56,6 +56,7 @@ __all__ = [
     "restore_redistribute_hook",
     "set_implicit_replication",
     "set_redistribute_hook",
+    "sharding_propagator",
     "storage_id",
     "tracing",
     "unset_fake_temporarily",
@@ -162,3 +163,8 @@ def is_fake(tensor: Any) -> bool:
 def default_store() -> Any:
     """The key-value store of the world."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def sharding_propagator() -> Any:
+    """What works out an operator's placements for DTensor."""
+    return DTensor._op_dispatcher.sharding_propagator
