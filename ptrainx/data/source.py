@@ -66,7 +66,7 @@ def as_source(source: Any) -> Source:
     many_at_once = callable(getattr(source, "read_samples", None))
     if isinstance(source, IterableDataset) or not (many_at_once or hasattr(source, "__getitem__")):
         raise DataError(
-            f"samples can't be read by index from a {type(source).__name__}",
+            f"a source of type {type(source).__name__} can't be read by index",
             expected=_KINDS,
             fix="give it __len__ and __getitem__; a stream can't be shuffled or resumed in place",
         )

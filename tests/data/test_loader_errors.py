@@ -64,7 +64,7 @@ REFUSED = {
     "bytes": (b"abc", {}, DataError, r"a bytes is no source\n(.|\n)*np\.frombuffer"),
     "missing file": ("no/such.npy", {}, DataError, r"no such file exists: 'no/such\.npy'\n(.|\n)*mmap_mode"),
     "file": (__file__, {}, DataError, r"a path is no source: '.*test_loader_errors\.py'\n(.|\n)*read_bytes"),
-    "number": (3, {}, DataError, r"can't be read by index from a int"),
+    "number": (3, {}, DataError, r"a source of type int can't be read by index"),
     "unequal lengths": (
         {"x": np.zeros(8), "y": np.zeros(7)},
         {},
@@ -75,7 +75,7 @@ REFUSED = {
     "0-d array": (torch.tensor(1.0), {}, DataError, r"source is no array with a first dim.*\n.*f32\[\]"),
     "dtype": (np.array(["a"] * 8), {}, DataError, r"source is an array of dtype <U1.*\n.*fix:"),
     "byte order": (np.zeros(8, ">i4"), {}, DataError, r"dtype >i4, which has no torch counterpart\n.*byte order"),
-    "stream": (Stream(), {}, DataError, r"from a Stream\n(.|\n)*can't be shuffled"),
+    "stream": (Stream(), {}, DataError, r"type Stream can't be read by index\n(.|\n)*can't be shuffled"),
     "no length": (Lengthless(), {}, DataError, r"Lengthless does not tell its length"),
     "strings": (Strings(), {}, DataError, r"a leaf of a sample of Strings is a leaf of unknown type.*str"),
     "nothing": (Nothing(), {}, DataError, r"sample 0 of Nothing holds nothing"),
