@@ -6,6 +6,7 @@ or in any placement, each rank computing its own block alone. There is no commun
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -21,6 +22,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import InputError
 from ptrainx.mesh.placement import contiguous_strides
+from ptrainx.mesh.simulated import on_all_ranks
 from ptrainx.ops.random.operator import RANDOM
 
 __all__ = ["Shape", "block_of", "check_key", "check_shape", "draw", "on_local", "overridable"]
@@ -110,8 +112,11 @@ def draw(
     mesh = owner.device_mesh
     wanted = tuple(placements or (Replicate(),) * mesh.ndim)
     drawn = tuple(p if _is_block(p) else Replicate() for p in wanted)
-    start, size = block_of(shape, mesh, drawn)
-    out = _wrap(RANDOM(_local_key(key, owner), shape, start, size, dist, a, b), owner, drawn, shape)
+    local_key = _local_key(key, owner)
+    with _where_locals_live(owner):
+        start, size = block_of(shape, mesh, drawn)
+        local = RANDOM(local_key, shape, start, size, dist, a, b)
+    out = _wrap(local, owner, drawn, shape)
     if any(tc.is_strided_shard(p) for p in wanted):
         # A strided shard is no block: what was drawn whole is cut, locally.
         out = out.redistribute(mesh, tuple(d if p.is_partial() else p for p, d in zip(wanted, drawn)))
@@ -123,9 +128,10 @@ def on_local(fn: Callable[..., Tensor], key: Tensor, *tensors: Tensor) -> Tensor
     owner = next((t for t in (key, *tensors) if isinstance(t, DTensor)), None)
     if owner is None:
         return fn(key, *tensors)
-    out = fn(_local_key(key, owner), *(_replica(t) for t in tensors))
-    shape = (*tensors[0].shape, 2) if tensors else None
-    return _wrap(out, owner, (Replicate(),) * owner.device_mesh.ndim, out.shape if shape is None else shape)
+    locals_ = (_local_key(key, owner), *(_replica(t) for t in tensors))
+    with _where_locals_live(owner):
+        out = fn(*locals_)
+    return _wrap(out, owner, (Replicate(),) * owner.device_mesh.ndim, out.shape)
 
 
 def block_of(shape: Sequence[int], mesh: Any, placements: Sequence[Placement]) -> tuple[list[Any], list[Any]]:
@@ -148,6 +154,12 @@ def block_of(shape: Sequence[int], mesh: Any, placements: Sequence[Placement]) -
             size[dim] = torch.sym_min(low + chunk, size[dim]) - low
         start[dim] = start[dim] + low
     return start, size
+
+
+def _where_locals_live(owner: DTensor) -> Any:
+    """The mode in which operators run on local tensors: on a simulated mesh, once for each rank."""
+    mesh: Any = owner.device_mesh
+    return on_all_ranks(mesh) if isinstance(owner._local_tensor, tc.LocalTensor) else contextlib.nullcontext()
 
 
 def _is_block(placement: Placement) -> bool:
