@@ -1,1 +1,7 @@
-"""."""
+"""What a step is made of: loops, accumulation, random numbers, sharding rules."""
+
+from ptrainx.ops.accumulate import accumulate_grads
+from ptrainx.ops.debug_print import debug_print
+from ptrainx.ops.scan import scan
+
+__all__ = ["accumulate_grads", "debug_print", "scan"]

@@ -1,6 +1,64 @@
-"""JAX-style functional SPMD training over PyTorch."""
+"""JAX-style functional SPMD training over PyTorch.
 
-from ptrainx.core import errors, tree
+A step is a pure function, state is a pytree, placement is a partition spec on a named mesh, and the whole step becomes
+one graph. Start with `make_mesh`, `jit` and `value_and_grad`; the README has a complete program.
+"""
+
+from ptrainx import data, debug, errors, optim, random, testing, tree
+from ptrainx.core.avals import ShapeDtypeStruct
 from ptrainx.core.tree import TrainState, register_dataclass
+from ptrainx.mesh import (
+    AbstractMesh,
+    Mesh,
+    P,
+    PartitionSpec,
+    block_until_ready,
+    device_get,
+    device_put,
+    from_process_local,
+    initialize,
+    make_mesh,
+    match_rules,
+    shutdown,
+    spec_of,
+)
+from ptrainx.ops import accumulate_grads, scan
+from ptrainx.runtime import launch
+from ptrainx.transforms import eval_shape, from_module, grad, jit, reshard, value_and_grad
 
-__all__ = ["TrainState", "errors", "register_dataclass", "tree"]
+__all__ = [
+    "AbstractMesh",
+    "Mesh",
+    "P",
+    "PartitionSpec",
+    "ShapeDtypeStruct",
+    "TrainState",
+    "accumulate_grads",
+    "block_until_ready",
+    "data",
+    "debug",
+    "device_get",
+    "device_put",
+    "errors",
+    "eval_shape",
+    "from_module",
+    "from_process_local",
+    "grad",
+    "initialize",
+    "jit",
+    "launch",
+    "make_mesh",
+    "match_rules",
+    "optim",
+    "random",
+    "register_dataclass",
+    "reshard",
+    "scan",
+    "shutdown",
+    "spec_of",
+    "testing",
+    "tree",
+    "value_and_grad",
+]
+
+__version__ = "0.1.0"

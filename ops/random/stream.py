@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from ptrainx.ops.random.blocks import Segment
-from ptrainx.ops.random.threefry import Schedule, hash_, schedule, signed
+from ptrainx.ops.random.threefry import Schedule, hash_, hash_small_, schedule, signed
 
 __all__ = ["Stream"]
+
+# Up to here numpy is faster than torch.
+_SMALL = 1 << 14
 
 
 class Stream:
@@ -26,7 +29,8 @@ class Stream:
     """
 
     def __init__(self, key: Tensor, capacity: int):
-        self._schedule: Schedule = schedule(key)
+        self._key = key
+        self._schedule: Schedule | None = None
         self._buffers = torch.empty(3, capacity, dtype=torch.int32, device=key.device)
         self._iota = torch.arange(capacity, dtype=torch.int32, device=key.device)
         self._pairs: Tensor | None = None
@@ -35,7 +39,7 @@ class Stream:
         """Both words of each element's hash, int32[size] each."""
         x0, x1, scratch = self._buffers[:, : segment.size].unbind()
         self._count(segment, x0, x1)
-        hash_(self._schedule, x0, x1, scratch)
+        self._hash(x0, x1, scratch)
         return x0, x1
 
     def bits(self, segment: Segment) -> Tensor:
@@ -69,9 +73,16 @@ class Stream:
         index = self._indices(segment)
         x0, x1, scratch = (torch.empty_like(index, dtype=torch.int32) for _ in range(3))
         _split_words(index >> 2, x0, x1)
-        hash_(self._schedule, x0, x1, scratch)
+        self._hash(x0, x1, scratch)
         word = torch.where((index & 2) == 0, x0, x1)
         return (word >> (16 * (index & 1)).to(torch.int32)).to(torch.int16)
+
+    def _hash(self, x0: Tensor, x1: Tensor, scratch: Tensor) -> None:
+        if x0.numel() <= _SMALL and x0.device.type == "cpu":
+            hash_small_(self._key, x0, x1, scratch)
+            return
+        self._schedule = self._schedule or schedule(self._key)
+        hash_(self._schedule, x0, x1, scratch)
 
     def _count(self, segment: Segment, x0: Tensor, x1: Tensor) -> None:
         high = segment.first >> 32

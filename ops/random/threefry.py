@@ -1,22 +1,24 @@
 """Threefry-2x32-20, the counter-based generator of JAX: a key and a 64-bit counter in, 64 random bits out.
 
-The hash is written twice: over Python integers, for a handful of subkeys, and in place over int32 tensors, for blocks
-of numbers. Both use 32-bit words; a tensor holds them as int32, whose additions wrap and whose right shift has to be
-masked. Only add, xor, and, and shifts occur, so that every device and compiler gives the same bits.
+The hash is written three times: over Python integers for a handful of subkeys, over numpy arrays for small blocks on the
+CPU, and over tensors for all else. A tensor holds the 32-bit words as int32, whose additions wrap and whose right shift
+has to be masked. Only add, xor, and, and shifts occur, so that every device and compiler gives the same bits.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MASK32", "Schedule", "hash_", "hash_ints", "signed", "unsigned"]
+__all__ = ["MASK32", "Schedule", "hash_", "hash_ints", "hash_small_", "schedule", "signed", "unsigned"]
 
 MASK32 = 0xFFFFFFFF
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
+_SHIFTS = tuple(tuple((np.uint32(r), np.uint32(32 - r)) for r in group) for group in ROTATIONS)
 Schedule = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -81,3 +83,26 @@ def hash_(injections: Schedule, x0: Tensor, x1: Tensor, scratch: Tensor) -> None
             torch.bitwise_xor(scratch, x0, out=x1)
         x0.add_(injections[i + 1][0])
         x1.add_(injections[i + 1][1])
+
+
+def hash_small_(key: Tensor, x0: Tensor, x1: Tensor, scratch: Tensor) -> None:
+    """As `hash_`, for up to some ten thousand counters on the CPU, where numpy's calls cost a quarter of torch's.
+
+    Args:
+        key: int32[2].
+        x0, x1, scratch: int32[n].
+    """
+    k0, k1 = map(unsigned, key.tolist())
+    ks = (k0, k1, k0 ^ k1 ^ PARITY)
+    a, b, t = (words.numpy().view(np.uint32) for words in (x0, x1, scratch))
+    np.add(a, np.uint32(k0), out=a)
+    np.add(b, np.uint32(k1), out=b)
+    for i in range(5):
+        for left, right in _SHIFTS[i % 2]:
+            np.add(a, b, out=a)
+            np.right_shift(b, right, out=t)
+            np.left_shift(b, left, out=b)
+            np.bitwise_or(b, t, out=b)
+            np.bitwise_xor(b, a, out=b)
+        np.add(a, np.uint32(ks[(i + 1) % 3]), out=a)
+        np.add(b, np.uint32(unsigned(ks[(i + 2) % 3] + i + 1)), out=b)

@@ -45,6 +45,7 @@ class EagerProgram:
         try:
             with ranks, trace.active(), torch.no_grad():
                 values = EagerValues(trace)
+                trace.as_global = values.as_global
                 with values:
                     result = self.program.call([values.replicated(leaf).detach() for leaf in placed])
                 outs, treedef, _ = place_outputs(result, self.program, trace, values.replicated)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrainx.core import torch_compat as tc
-from ptrainx.core.avals import describe
+from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
 from ptrainx.core.trace_context import TraceContext, called_by_library, user_source
 from ptrainx.mesh.placement import contiguous_strides
@@ -200,6 +200,12 @@ class GlobalValues(TorchFunctionMode):
             return optree.tree_map(self._leave, out) if not isinstance(out, torch.Size) else out
         return out
 
+    def as_global(self, value: Any) -> Any:
+        """Any leaf as a global value."""
+        value = as_tensor(value)
+        with tc.DisableTorchFunction():
+            return self._enter(value)
+
     def _wrap(self, fake: torch.Tensor) -> DTensor:
         spec = tc.make_spec(self.trace.view, self.replicate, fake.shape, fake.stride(), fake.dtype)
         return tc.wrap_local(fake, spec, requires_grad=fake.requires_grad)
@@ -230,6 +236,10 @@ class EagerValues(TorchFunctionMode):
         if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
             return optree.tree_map(self._leave, out)
         return out
+
+    def as_global(self, value: Any) -> Any:
+        """Any leaf as a global value."""
+        return self.replicated(as_tensor(value))
 
     def replicated(self, value: torch.Tensor) -> Any:
         """A tensor as a global value."""

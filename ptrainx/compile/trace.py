@@ -115,7 +115,9 @@ def trace_program(program: Program, rank: int) -> RankGraph:
 
     def local_step(*local: torch.Tensor) -> list[torch.Tensor]:
         leaves = [tc.wrap_local(t, spec) for t, spec in zip(local, specs_in)]
-        with GlobalValues(trace, captures), LocalRules(trace, frozen):
+        modes = GlobalValues(trace, captures)
+        trace.as_global = modes.as_global
+        with modes, LocalRules(trace, frozen):
             result = program.call(leaves)
         trace.at_source(program.name)
         with LocalRules(trace, frozen):

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import einops
@@ -63,13 +63,13 @@ class TraceContext:
         view: the torch DeviceMesh of the rank that is traced; the one that DTensors inside the trace live on.
         rank: that rank.
         origin: what the next node's origin will be.
-        grad_depth: how many `grad` transforms are open.
+        as_global: makes a global value of any leaf: a plain tensor, a number, a captured value.
     """
 
     def __init__(self, mesh: Any, view: Any, rank: int, name: str):
         self.mesh, self.view, self.rank, self.name = mesh, view, rank, name
+        self.as_global: Callable[[Any], Any] = lambda value: value
         self.origin = Origin()
-        self.grad_depth = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[TraceContext]:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ptrainx.compile.graph import check_legal
+from ptrainx.compile.graph import check_legal, schema_name
 from ptrainx.compile.passes.dead import drop_dead
 from ptrainx.compile.passes.functionalize import functionalize
 from ptrainx.compile.passes.identities import drop_identities
+from ptrainx.compile.passes.narrow_random import narrow_random
 from ptrainx.compile.passes.schedule import issue_early
 from ptrainx.compile.trace import RankGraph
 
 __all__ = ["PASSES", "run_passes"]
 
+
+def _narrow_random(graph: RankGraph) -> RankGraph:
+    if any(schema_name(n) == "ptrainx::random" for n in graph.module.graph.nodes):
+        graph.module.graph = narrow_random(graph.module.graph)
+    return graph
+
+
 PASSES: tuple[Callable[[RankGraph], RankGraph], ...] = (
     functionalize,
     drop_identities,
     drop_dead,
+    _narrow_random,
     issue_early,
 )
 

@@ -1,0 +1,68 @@
+"""An operator that prints when the step runs, and its public face `px.debug.print`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from ptrainx.core import torch_compat as tc
+from ptrainx.core.errors import InputError
+from ptrainx.core.trace_context import current_trace
+
+__all__ = ["debug_print"]
+
+_library = torch.library.Library("ptrainx", "FRAGMENT")
+_library.define("debug_print(str template, str[] names, Tensor[] values, int rank) -> ()")
+
+
+def _print_now(template: str, names: list[str], values: list[torch.Tensor], rank: int = 0) -> None:
+    if rank != 0:
+        return
+    shown = {n: (v.item() if v.ndim == 0 else v) for n, v in zip(names, values)}
+    positional = [shown.pop(n) for n in names if n.startswith("_")]
+    print(template.format(*positional, **shown), file=sys.stdout, flush=True)
+
+
+_library.impl("debug_print", _print_now, "CompositeExplicitAutograd")
+_library.impl("debug_print", lambda template, names, values, rank: None, "Meta")
+
+
+def debug_print(template: str, *args: Any, **kwargs: Any) -> None:
+    """Prints values when the step runs, on the first rank, in program order.
+
+    Args:
+        template: as for `str.format`: `"loss {loss:.3f}"`, `"{} and {}"`.
+        args: tensors or numbers for positional fields. A sharded value is gathered for it.
+        kwargs: for named fields.
+
+    Raises:
+        InputError: the template does not fit its arguments.
+    """
+    named = {**{f"_{i}": a for i, a in enumerate(args)}, **kwargs}
+    try:
+        template.format(*[0.0] * len(args), **dict.fromkeys(kwargs, 0.0))
+    except (IndexError, KeyError) as error:
+        raise InputError(f"the template {template!r} has a field without a value: {error}") from error
+    except ValueError:
+        pass  # a format that fits a tensor's value, not 0.0
+    trace = current_trace()
+    if trace is None:
+        _print_now(template, list(named), [_whole(v) for v in named.values()])
+        return
+    with trace.marked(asked=True, reason="px.debug.print"):
+        values = [_replicated(trace.as_global(v)) for v in named.values()]
+    # Every rank holds the operator, so that every rank takes part in what it gathers; one prints.
+    with tc.DisableTorchFunction():
+        local = [v.detach()._local_tensor for v in values]
+        torch.ops.ptrainx.debug_print(template, list(named), local, trace.rank)
+
+
+def _whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+
+
+def _replicated(value: DTensor) -> DTensor:
+    return value.redistribute(value.device_mesh, (Replicate(),) * value.device_mesh.ndim)

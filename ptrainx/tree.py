@@ -1,0 +1,31 @@
+"""`px.tree`: functions of pytrees; see `ptrainx.core.tree`."""
+
+from ptrainx.core.tree import (
+    NAMESPACE,
+    TreeDef,
+    flatten,
+    flatten_with_path,
+    leaves,
+    map,
+    map_with_path,
+    path_expr,
+    path_str,
+    register_dataclass,
+    structure,
+    unflatten,
+)
+
+__all__ = [
+    "NAMESPACE",
+    "TreeDef",
+    "flatten",
+    "flatten_with_path",
+    "leaves",
+    "map",
+    "map_with_path",
+    "path_expr",
+    "path_str",
+    "register_dataclass",
+    "structure",
+    "unflatten",
+]
