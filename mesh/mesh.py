@@ -277,7 +277,7 @@ def _torch_mesh(device: str, sizes: dict[str, int], backends: Mapping[str, str] 
     override: Any = dict(backends) if backends else None
     try:
         return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=override)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, AssertionError) as error:  # torch asserts that it knows a backend
         raise MeshError(
             f"a mesh of {axes_text(sizes)} on {device!r} could not be made: {error}",
             got=f"backends={override}" if override else None,

@@ -158,7 +158,8 @@ class SimulatedDTensor(DTensor):
                 got=f"grad_fn {self.grad_fn}",
                 fix="copy value.detach()",
             )
-        result = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        parts = [part.clone() for part in local_tensors(self).values()]
+        result = memo[id(self)] = wrap_all(parts, self._spec, self.requires_grad)
         if getattr(self, "_is_param", False):
             result._is_param = True
         if self.grad is not None:

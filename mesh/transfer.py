@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
@@ -91,7 +91,14 @@ def _put_placed(value: Any, spec: PartitionSpec | None, mesh: Mesh, where: str) 
     moved = value if spec is None else reshard_value(value, spec, mesh, where)
     if moved.ndim == 0 and all(placement.is_replicate() for placement in moved.placements):
         return moved.full_tensor().clone()
-    return moved.clone()
+    return _copy(moved)
+
+
+def _copy(value: DTensor) -> DTensor:
+    # DTensor's own clone pays the sums that are owed.
+    if isinstance(value, SimulatedDTensor):
+        return wrap_all([part.clone() for part in local_tensors(value).values()], value._spec)
+    return tc.wrap_local(value._local_tensor.clone(), value._spec)
 
 
 def _own(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -220,11 +227,33 @@ def reshard_value(value: DTensor, spec: PartitionSpec, mesh: Mesh, where: str = 
         return value
     if any(placement.is_partial() and placement != Partial("sum") for placement in value.placements):
         value = replicate(value)  # torch has no way from one kind of unreduced value to another
-    moved = value.redistribute(value.device_mesh, placements)
-    local = moved._local_tensor
-    if isinstance(local, tc.AsyncCollectiveTensor):
-        moved._local_tensor = _ready(local)
-    return moved
+    axes = dict(zip(mesh.axis_names, value.placements))
+    owed_now = tuple(axis for axis in spec.unreduced if not axes[axis].is_partial())
+    paid = P(*spec.entries, unreduced=[axis for axis in spec.unreduced if axis not in owed_now])
+    moved = value.redistribute(value.device_mesh, placements_of(paid, mesh))
+    local: Any = moved._local_tensor
+    moved._local_tensor = _ready(local)
+    return _Owe.apply(moved, spec, owed_now, mesh) if owed_now else moved
+
+
+class _Owe(torch.autograd.Function):
+    """A value written as a sum over more axes: the first rank along each keeps it, the others hold zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, spec: PartitionSpec, axes: tuple[str, ...], mesh: Mesh) -> Any:
+        ctx.before = value.placements
+        every = local_tensors(value) if mesh.simulated else {mesh.rank: value._local_tensor}
+
+        def part(rank: int) -> torch.Tensor:
+            keeps = is_first_owed(P(unreduced=axes), mesh, rank)
+            return every[rank].clone() if keeps else torch.zeros_like(every[rank])
+
+        return _wrap(part, spec, mesh, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        placements = [Replicate() if placement.is_partial() else placement for placement in ctx.before]
+        return grad.redistribute(placements=placements), None, None, None
 
 
 def check_usable(value: DTensor, where: str = "value") -> None:
