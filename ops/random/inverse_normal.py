@@ -91,14 +91,21 @@ def _minus_log(t: Tensor, spare1: Tensor, spare2: Tensor) -> Tensor:
 
 def _polynomials(w: Tensor, spare1: Tensor, spare2: Tensor) -> Tensor:
     """p(w): the body's polynomial, and the tail's where w >= 5, which is one element in 300."""
-    tail = w >= _CUT
-    p = _horner(torch.sub(w, _BODY_CENTRE, out=spare1), _BODY, spare2)
+    body = _horner(torch.sub(w, _BODY_CENTRE, out=spare1), _BODY, spare2)
     if w.device.type == "cpu":
-        where = tail.nonzero().squeeze(-1)
-        x = w[where].sub_(_TAIL_CENTRE)
-        return p.index_copy_(0, where, _horner(x, _TAIL, torch.empty_like(x)))
+        return _with_tail_gathered(body, w)
     # Elsewhere the number of tail elements is not known on the host.
-    return torch.where(tail, _horner(w.sub_(_TAIL_CENTRE), _TAIL, spare1), p)
+    return _with_tail_everywhere(body, w)
+
+
+def _with_tail_gathered(body: Tensor, w: Tensor) -> Tensor:
+    where = (w >= _CUT).nonzero().squeeze(-1)
+    x = w[where].sub_(_TAIL_CENTRE)
+    return body.index_copy_(0, where, _horner(x, _TAIL, torch.empty_like(x)))
+
+
+def _with_tail_everywhere(body: Tensor, w: Tensor) -> Tensor:
+    return torch.where(w >= _CUT, _horner(w - _TAIL_CENTRE, _TAIL, torch.empty_like(w)), body)
 
 
 def _horner(x: Tensor, coefficients: tuple[float, ...], out: Tensor) -> Tensor:

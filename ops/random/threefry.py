@@ -1,8 +1,8 @@
 """Threefry-2x32-20, the counter-based generator of JAX: a key and a 64-bit counter in, 64 random bits out.
 
-The hash is written three times: over Python integers for a handful of subkeys, over numpy arrays for small blocks on the
-CPU, and over tensors for all else. A tensor holds the 32-bit words as int32, whose additions wrap and whose right shift
-has to be masked. Only add, xor, and, and shifts occur, so that every device and compiler gives the same bits.
+The hash is written three times: over Python integers for a handful of subkeys, over numpy arrays for small blocks on
+the CPU, and over tensors for all else. A tensor holds the 32-bit words as int32, whose additions wrap and whose right
+shift has to be masked. Only add, xor, and, and shifts occur, so that every device and compiler gives the same bits.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
