@@ -96,6 +96,13 @@ class SimulatedDTensor(DTensor):
         arguments: Any = (args, kwargs or {})
         leaves = [leaf for leaf in optree.tree_leaves(arguments) if isinstance(leaf, DTensor)]
         mesh = _one_mesh(func, leaves)
+        if (
+            torch.Tag.inplace_view in func.tags
+        ):  # torch changes the local tensors, and not what the value says of itself
+            raise InputError(
+                f"{func} would change the shape of a placed value in place",
+                fix="write value = value.squeeze() instead of value.squeeze_()",
+            )
         if func in _HOST_READS:
             return func(*(_whole(arg) if isinstance(arg, DTensor) else arg for arg in args))
         # As plain DTensors, so that torch's own dispatch takes them; still the same objects, for in-place operations.

@@ -77,6 +77,7 @@ def _name(path: Sequence[Any]) -> str:
 
 def _put(leaf: Any, spec: PartitionSpec | None, mesh: Mesh, where: str) -> torch.Tensor:
     if isinstance(leaf, DTensor):
+        check_on_mesh(leaf, mesh, where)  # before any operation, which could take an equal mesh of today from a cache
         return _put_placed(leaf.detach(), spec, mesh, where)
     spec = P() if spec is None else spec
     value = as_tensor(leaf, where).detach()
@@ -87,7 +88,6 @@ def _put(leaf: Any, spec: PartitionSpec | None, mesh: Mesh, where: str) -> torch
 
 
 def _put_placed(value: Any, spec: PartitionSpec | None, mesh: Mesh, where: str) -> torch.Tensor:
-    check_on_mesh(value, mesh, where)
     moved = value if spec is None else reshard_value(value, spec, mesh, where)
     if moved.ndim == 0 and all(placement.is_replicate() for placement in moved.placements):
         return moved.full_tensor().clone()
