@@ -6,6 +6,7 @@
 | `drop_identities` | detach, alias and views that change nothing |
 | `drop_dead` | what nobody reads, collectives included |
 | `narrow_random` | a random draw of which a rank keeps a slice becomes a draw of the slice |
+| `bucket_reductions` | asked all-reduces over one axis share a flat buffer |
 | `issue_early` | collectives start as soon as their operands exist, and are waited for as late as they can be |
 """
 

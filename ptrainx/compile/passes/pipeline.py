@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ptrainx.compile.graph import check_legal, schema_name
+from ptrainx.compile.passes.bucket import bucket_reductions
 from ptrainx.compile.passes.dead import drop_dead
 from ptrainx.compile.passes.functionalize import functionalize
 from ptrainx.compile.passes.identities import drop_identities
@@ -26,6 +27,7 @@ PASSES: tuple[Callable[[RankGraph], RankGraph], ...] = (
     drop_identities,
     drop_dead,
     _narrow_random,
+    bucket_reductions,
     issue_early,
 )
 
