@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import SpecError
@@ -20,14 +21,16 @@ __all__ = ["reshard"]
 def reshard(tree: Any, specs: SpecTree) -> Any:
     """Moves values to other placements; the communication it takes counts as asked for.
 
-    Inside a jitted step it also serves as a constraint: what is computed from the value starts from this placement.
+    Inside a jitted step it also serves as a constraint: what is computed from the value starts from this placement, and
+    the gradient comes back at the placement that the value had before (as JAX's `with_sharding_constraint` has it),
+    even where the value is there already.
 
     Args:
         tree: placed values; outside a step plain ones are placed as by `px.device_put`.
         specs: a spec tree, possibly a prefix; None leaves a value where it is, with owed sums paid.
 
     Returns:
-        the tree with each leaf at its placement; a leaf that is there already is returned as it is.
+        the tree with each leaf at its placement.
 
     Raises:
         SpecError: a spec that does not fit its value, or that claims an owed sum that is not there.
@@ -59,12 +62,30 @@ def _inside(leaf: Any, spec: PartitionSpec | None, where: str, trace: TraceConte
             source=user_source(),
         )
     placements = placements_of(wanted, trace.mesh)
-    if tuple(value.placements) == placements:
-        return value
     kept = tuple(
         old if old.is_partial() and new.is_partial() else new for old, new in zip(value.placements, placements)
     )
-    return value.redistribute(value.device_mesh, kept)
+    if value.requires_grad and torch.is_grad_enabled():
+        return _Constrain.apply(value, kept, trace, user_source())
+    return value if tuple(value.placements) == kept else value.redistribute(value.device_mesh, kept)
+
+
+class _Constrain(torch.autograd.Function):
+    """A value at another placement, or the same; its gradient goes back to where the value was, sums paid."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, placements: tuple, trace: TraceContext, source: str) -> Any:
+        ctx.before, ctx.trace, ctx.source = value.placements, trace, source
+        moved = value.redistribute(value.device_mesh, placements)
+        return moved.view_as(moved) if moved is value else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        target = tuple(Replicate() if placement.is_partial() else placement for placement in ctx.before)
+        if tuple(grad.placements) != target:
+            with ctx.trace.marked(asked=True, reason="gradient of a reshard", source=ctx.source):
+                grad = grad.redistribute(grad.device_mesh, target)
+        return grad, None, None, None
 
 
 def _outside(tree: Any, specs: SpecTree) -> Any:
