@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-__all__ = ["choose_kernel"]
+__all__ = ["callable_of", "choose_kernel"]
 
 _MIN_FLOPS = 2e6
 
@@ -23,6 +23,11 @@ def choose_kernel(node: Node) -> Callable[..., Any]:
     target: Any = node.target
     if target is torch.ops.aten.mm.default and _prefers_onednn(node):
         return _onednn_mm
+    return callable_of(target)
+
+
+def callable_of(target: Any) -> Callable[..., Any]:
+    """An operator without the Python layer in front of it."""
     return getattr(target, "_op", target)
 
 

@@ -18,7 +18,8 @@ from torch.fx import Node
 
 from ptrainx.compile.channel import Channel
 from ptrainx.compile.graph import alias_roots, axis_group, is_collective, is_wait, origin_of, schema_name
-from ptrainx.compile.kernels import choose_kernel
+from ptrainx.compile.kernels import callable_of, choose_kernel
+from ptrainx.compile.reuse import in_place_target, plan_reuse
 from ptrainx.compile.trace import RankGraph
 from ptrainx.core.trace_context import Origin
 
@@ -48,6 +49,8 @@ class _Writer:
         self.lines: list[str] = []
         self.donated = donated
         self.roots = alias_roots(graph.module.graph)
+        # Simulated ranks may hold one tensor in common, so there a donated argument is let go of, not overwritten.
+        self.reused = plan_reuse(graph.module.graph, donated if channels is not None else set())
 
     def write(self) -> tuple[str, dict[str, Any]]:
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
@@ -106,9 +109,14 @@ class _Writer:
             return self._collective(node)
         if is_wait(node):
             return f"{self.names[node.args[0]]}.wait()" if self.channels is not None else self.names[node.args[0]]  # type: ignore[index]
-        kernel = choose_kernel(node)
-        target = self.bind(schema_name(node).split("::")[-1], kernel)
-        arguments = [self.format(a) for a in node.args] + [f"{k}={self.format(v)}" for k, v in node.kwargs.items()]
+        args = list(node.args)
+        if node in self.reused:
+            kernel = callable_of(in_place_target(node))
+            args.insert(0, args.pop(self.reused[node]))
+        else:
+            kernel = choose_kernel(node)
+        target = self.bind(schema_name(node).split("::")[-1] + "_in_place" * (node in self.reused), kernel)
+        arguments = [self.format(a) for a in args] + [f"{k}={self.format(v)}" for k, v in node.kwargs.items()]
         return f"{target}({', '.join(arguments)})"
 
     def _collective(self, node: Node) -> str:

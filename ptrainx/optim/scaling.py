@@ -8,7 +8,7 @@ import torch
 
 from ptrainx.core import tree
 from ptrainx.core.errors import HyperparameterError, InputError
-from ptrainx.optim.base import EmptyState, GradientTransformation, Schedule
+from ptrainx.optim.base import EmptyState, GradientTransformation, Schedule, identity
 from ptrainx.optim.checks import FINITE, LEARNING_RATE, NON_NEGATIVE_OR_TENSOR, check
 from ptrainx.optim.combine import masked
 from ptrainx.optim.moments import new_count
@@ -128,6 +128,8 @@ def add_decayed_weights(weight_decay: float | torch.Tensor, mask: Any = None) ->
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, https://arxiv.org/abs/1711.05101.
     """
     check("add_decayed_weights", weight_decay=(weight_decay, NON_NEGATIVE_OR_TENSOR))
+    if not isinstance(weight_decay, torch.Tensor) and weight_decay == 0:
+        return identity()
 
     def add(update: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         if isinstance(weight_decay, torch.Tensor):
