@@ -5,6 +5,7 @@ from ptrainx.mesh.partition_spec import P, PartitionSpec
 from ptrainx.mesh.placement import placements_of, spec_of
 from ptrainx.mesh.spec_tree import match_rules
 from ptrainx.mesh.transfer import block_until_ready, device_get, device_put, from_process_local
+from ptrainx.mesh.visualize import ShardingView, visualize_sharding
 from ptrainx.mesh.world import World, current_world, initialize, shutdown
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Mesh",
     "P",
     "PartitionSpec",
+    "ShardingView",
     "World",
     "ambient_mesh",
     "block_until_ready",
@@ -25,4 +27,5 @@ __all__ = [
     "placements_of",
     "shutdown",
     "spec_of",
+    "visualize_sharding",
 ]
