@@ -1,0 +1,199 @@
+"""Trains a byte-level GPT on text.
+
+    python examples/gpt/train.py                                              one process
+    ptrainx run -n 2 examples/gpt/train.py                                    two, data-parallel
+    ptrainx run -n 4 examples/gpt/train.py --mesh data=2,model=2 --zero 3     four, parameters split both ways
+    python examples/gpt/train.py --mesh data=4,model=2 --simulate             eight devices simulated in one process
+
+In: text, by default the source of Python's standard library. Out, in the folder `--out`: `metrics.jsonl`, `loss.png`
+and `params.safetensors`; on the terminal the loss on held-out text and a sample of the model's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import model
+import numpy as np
+import torch
+import weights
+from model import Config
+from sampling import generate
+from scoring import make_score
+from sharding import make_mesh, spread_over_data, tensor_parallel
+
+import ptrainx as px
+from ptrainx import P, observe
+
+STEPS = 1000
+"""About two minutes on two cores."""
+SAMPLE = 600
+"""Bytes of text that the trained model writes."""
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Trains a byte-level GPT on text.")
+    run = parser.add_argument_group("run")
+    run.add_argument("--data", metavar="FILE_OR_FOLDER", help="text; by default Python's standard library")
+    run.add_argument("--out", metavar="FOLDER", type=Path, help="results (default runs/gpt-DATE-TIME)")
+    run.add_argument("--steps", type=int, default=STEPS, help="0 writes the initial parameters (default %(default)s)")
+    run.add_argument("--minutes", type=float, help="stop earlier, after so many minutes")
+    run.add_argument("--seed", type=int, default=0, help="of parameters and batches (default %(default)s)")
+    run.add_argument("--val-every", type=int, metavar="STEPS", help="also score held-out text every so many steps")
+    place = parser.add_argument_group("devices")
+    place.add_argument("--mesh", metavar="AXES", help="data=2, or data=2,model=2 (default: all processes on data)")
+    place.add_argument("--zero", type=int, choices=(0, 1, 3), default=0, help="split over data: 1 the optimizer, 3 all")
+    place.add_argument("--simulate", action="store_true", help="all devices in this process (default data=8)")
+    place.add_argument("--backend", default="graph", help="of px.jit: graph or eager (default %(default)s)")
+    size = parser.add_argument_group("model and optimizer")
+    size.add_argument("--batch", type=int, default=16, help="sequences a step, over all devices (default %(default)s)")
+    for name, default in vars(Config()).items():
+        size.add_argument(f"--{name}", type=int, default=default, help="(default %(default)s)")
+    size.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default %(default)s)")
+    size.add_argument("--weight-decay", type=float, default=0.1, help="of matrices (default %(default)s)")
+    chosen = parser.parse_args(argv)
+    if chosen.steps < 0:
+        parser.error("--steps is negative")
+    return chosen
+
+
+def texts(data: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """(text to train on, held-out text), uint8: files of the standard library, or the first 19/20 and the rest."""
+    if data is None:
+        train_files, held_out_files = px.data.python_stdlib_files()
+        return px.data.read_bytes(train_files), px.data.read_bytes(held_out_files)
+    text = px.data.read_bytes(data)
+    end = len(text) - max(2, len(text) // 20)
+    return text[:end], text[end:]
+
+
+def make_optimizer(o: argparse.Namespace) -> px.optim.GradientTransformation:
+    """AdamW after clipping; the learning rate rises over a twentieth of the steps, then falls along a cosine."""
+    steps = max(2, o.steps)
+    rate = px.optim.warmup_cosine_decay_schedule(0.0, o.lr, max(1, steps // 20), steps, end_value=0.05 * o.lr)
+    return px.optim.chain(
+        px.optim.clip_by_global_norm(1.0),
+        px.optim.adamw(
+            rate, b2=0.99, weight_decay=o.weight_decay, mask=lambda params: px.tree.map(lambda w: w.ndim > 1, params)
+        ),
+    )
+
+
+def make_step(o: argparse.Namespace, config: Config, mesh: px.Mesh) -> tuple[Any, Any, px.TrainState]:
+    """(init, step, specs): two jitted functions, and where the state lies that they pass on."""
+    optimizer = make_optimizer(o)
+
+    def init(key: torch.Tensor) -> px.TrainState:
+        params = model.init(key, config)
+        return px.TrainState(step=0, params=params, opt_state=optimizer.init(params), key=key)
+
+    shapes = px.eval_shape(init, px.random.key(o.seed))
+    specs = tensor_parallel(shapes, config, mesh)
+    used = specs.params
+    owned = spread_over_data(used, shapes.params, mesh) if o.zero else used
+    if o.zero >= 1:
+        specs = specs.replace(opt_state=spread_over_data(specs.opt_state, shapes.opt_state, mesh))
+    if o.zero == 3:
+        specs = specs.replace(params=owned)
+
+    def place(x_BTD: torch.Tensor) -> torch.Tensor:
+        return px.reshard(x_BTD, P("data"))
+
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        if o.zero == 3:
+            params = px.reshard(params, used)  # gathered for use; the gradients come back split
+        return model.mean_loss(params, batch, config, place)
+
+    @px.jit(mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), donate_argnums=0, backend=o.backend)
+    def step(state: px.TrainState, batch: Any) -> tuple[px.TrainState, dict[str, torch.Tensor]]:
+        loss, grads = px.value_and_grad(loss_fn, reduce=False)(state.params, batch)
+        grads = px.reshard(grads, owned)  # the sums over `data` are paid here: whole, or each device its part
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = px.optim.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss}
+
+    return px.jit(init, mesh=mesh, out_specs=specs, backend=o.backend), step, specs
+
+
+def train(o: argparse.Namespace) -> None:
+    """The whole run."""
+    world = px.initialize()
+    config = Config(**{name: getattr(o, name) for name in vars(Config())})
+    mesh = make_mesh(o.mesh, o.simulate)
+    text, held_out = texts(o.data)
+    windows = px.data.ByteWindows(text, config.context)
+    batches = iter(px.data.Loader(windows, o.batch, mesh=mesh, seed=o.seed, epochs=None))
+    init, step, specs = make_step(o, config, mesh)
+    score = make_score(specs.params, config, mesh, o.backend)
+    state = init(px.random.key(o.seed))
+
+    out = o.out or Path("runs", time.strftime("gpt-%Y%m%d-%H%M%S"))
+    run = {
+        **{"mesh": mesh.shape, "backend": o.backend, "world": world.size, "zero": o.zero, "simulated": o.simulate},
+        **{"parameters": sum(leaf.numel() for leaf in px.tree.leaves(state.params)), "seed": o.seed, "lr": o.lr},
+        **{"steps": o.steps, "batch": o.batch, "data": o.data or "the standard library", **vars(config)},
+    }
+    began = time.perf_counter()
+    with observe.MetricsWriter(out / "metrics.jsonl") as metrics, observe.Progress(o.steps) as progress:
+        progress.print(f"{run['parameters']:,} parameters on {mesh}; {len(text):,} bytes, {len(held_out):,} held out")
+        record: dict[str, Any] = {}
+        for number in range(1, o.steps + 1):
+            start = time.perf_counter()
+            batch = next(batches)
+            state, values = step(state, batch)
+            loss, seconds = float(values["loss"]), time.perf_counter() - start
+            record = {"step": number, "loss": loss, "tokens_per_s": o.batch * config.context / seconds}
+            record |= {"step_s": seconds, "rss_mib": observe.rss_mib()}
+            progress.update(number, record)
+            if number == 1:
+                record |= run | {"comm_bytes": step.comms(state, batch).total_bytes}
+            last = number == o.steps or out_of_time(began, o.minutes)
+            if last or (o.val_every and number % o.val_every == 0):
+                record["val_loss"] = score(state.params, held_out)
+            metrics.write(record)
+            if last:
+                break
+        if not o.steps:
+            record = {"step": 0, **run, "comm_bytes": step.comms(state, next(batches)).total_bytes}
+            record["val_loss"] = score(state.params, held_out)
+            metrics.write(record)
+    params = px.device_get(state.params)
+    if world.rank == 0:
+        finish(out, params, config, record["val_loss"], o.seed)
+
+
+def out_of_time(began: float, minutes: float | None) -> bool:
+    """Whether rank 0's clock says that the time is up: all ranks must stop after the same step."""
+    if minutes is None:
+        return False
+    flag = torch.tensor(time.perf_counter() - began > 60 * minutes)
+    if px.initialize().size > 1:
+        torch.distributed.broadcast(flag, 0)
+    return bool(flag)
+
+
+def finish(out: Path, params: Any, config: Config, val_loss: float, seed: int) -> None:
+    """Writes parameters and picture, prints the loss and a sample."""
+    weights.save(out / "params.safetensors", params, config)
+    print(f"validation loss {val_loss:.4f} nats a byte")
+    try:
+        observe.plot_loss(out / "metrics.jsonl", unit="nats a byte")
+    except px.errors.BackendError as error:
+        print(f"no loss.png: {error}")
+    print(f"a sample:\n{'-' * 80}")
+    text = generate(params, config, px.random.fold_in(px.random.key(seed), 1), SAMPLE)
+    print(text.decode(errors="replace").strip("\n"))
+    print("-" * 80)
+    print(f"in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    try:
+        train(options())
+    except px.errors.PtrainxError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
