@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import _redistribute as redistribute
-from torch.distributed.tensor import debug
 from torch.distributed.tensor._api import DTensor
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
@@ -21,6 +20,9 @@ def clear_dtensor_caches() -> None:
     Its caches hold specs with the mesh object they were first seen on, and take a mesh of a later world with the same
     ranks for an equal key.
     """
+    # Imported when it is needed: it brings torch's compiler with it, which costs a second.
+    from torch.distributed.tensor import debug
+
     debug._clear_sharding_prop_cache()
     caches = (
         (redistribute, "clear_redistribute_planner_cache"),
