@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptrainx.compile.fallback import run_somewhere
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
+from ptrainx.core.torch_compat_strided import make_strided_shards_traceable
 from ptrainx.core.trace_context import TraceContext, called_by_library, user_source
 from ptrainx.mesh.placement import contiguous_strides
 
@@ -301,11 +303,24 @@ class LocalRules(TorchDispatchMode):
     def __init__(self, trace: TraceContext, frozen: Callable[[int], str | None]):
         super().__init__()
         self.trace, self.frozen = trace, frozen
+        self._passing = False
+
+    def _pass_on(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """DTensor's dispatch, with these rules for the local operators inside."""
+        self._passing = True
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            self._passing = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented
+            if self._passing:
+                self._passing = False
+                return NotImplemented
+            return run_somewhere(self._pass_on, func, args, kwargs, self.trace)
         name = func._schema.name
         if name in _DATA_DEPENDENT:
             raise HostReadError(
@@ -381,8 +396,10 @@ def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None
     }
     for name, method in replacements.items():
         setattr(DTensor, name, method)
+    undo_strided = make_strided_shards_traceable()
 
     def undo() -> None:
+        undo_strided()
         for name, original in originals.items():
             setattr(DTensor, name, original)
 

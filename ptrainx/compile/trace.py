@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ptrainx.compile.guards import Captures, GlobalValues, LocalRules, guard_methods
@@ -163,6 +163,10 @@ def place_outputs(
         if wanted is None or value.ndim == 0:
             placements = tuple(Replicate() if p.is_partial() else p for p in value.placements)
             reason = "a sum owed in the result"
+            if any(tc.is_strided_shard(p) for p in placements):
+                # What a view has made of a sharded dim: no spec says it, the axes in mesh order come closest.
+                placements = tuple(Shard(p.dim) if tc.is_strided_shard(p) else p for p in placements)  # type: ignore[attr-defined]
+                reason = "a placement in the result that no spec can say"
             if wanted is not None:
                 check_spec(wanted, program.mesh, value.shape, where)
                 placements = placements_of(wanted, program.mesh) if wanted.unreduced else replicate
@@ -186,6 +190,9 @@ def _redistribute_output(value: DTensor, placements: tuple, trace: TraceContext,
             got=str(spec_of_placements(value.placements, trace.mesh.axis_names, value.ndim)),
             fix="leave the axes out of unreduced=",
         )
+    if any(tc.is_strided_shard(p) for p in value.placements):
+        # Not from strided to plain shards at once: torch has no way there.
+        value = value.redistribute(trace.view, [Replicate() if tc.is_strided_shard(p) else p for p in value.placements])
     return value.redistribute(trace.view, placements)
 
 

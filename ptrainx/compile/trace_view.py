@@ -57,7 +57,9 @@ def remembered_propagation(view: TraceDeviceMesh) -> Iterator[None]:
         except TypeError:
             return original(schema)
         if found is None:
-            found = view.propagated[key] = original(schema)
+            # It is arithmetic on specs; what it runs to that end is no part of the trace.
+            with tc.no_dispatch_modes():
+                found = view.propagated[key] = original(schema)
         return found
 
     propagator.propagate_op_sharding_non_cached = propagate

@@ -25,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -51,6 +52,7 @@ __all__ = [
     "is_strided_shard",
     "make_spec",
     "no_dispatch",
+    "no_dispatch_modes",
     "register_process_group",
     "resolve_process_group",
     "restore_redistribute_hook",

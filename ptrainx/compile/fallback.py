@@ -1,0 +1,167 @@
+"""An operator on global values for which DTensor finds no way at the operands' placements.
+
+DTensor refuses some operators at some placements (a view that splits a sharded dim unevenly, an operator without a
+rule). Here the operands are brought to placements at which it does work: sums are paid first, then one mesh axis after
+the other is gathered; with everything replicated, an operator that DTensor does not know runs on the local tensors. The
+communication counts as implied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from ptrainx.core import torch_compat as tc
+from ptrainx.core.errors import PtrainxError, TraceError
+from ptrainx.core.trace_context import TraceContext
+
+__all__ = ["run_somewhere"]
+
+Placements = tuple[Any, ...]
+
+
+def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict, trace: TraceContext) -> Any:
+    """The result of `run(func, args, kwargs)`, at other placements of the operands if need be.
+
+    Args:
+        run: DTensor's own dispatch.
+        func: an ATen operator.
+        args: its arguments, DTensors among them.
+        kwargs: likewise.
+        trace: the running trace.
+
+    Raises:
+        TraceError: an operator writes in place into a view, which would have to change its placement.
+    """
+    try:
+        out = run(func, args, kwargs)
+        if func not in _VIEWS or not (_strided(args[0]) and _strided(out)):
+            return out
+        error: Exception = RuntimeError(f"{func} of a dim that is merged from several, one of them sharded")
+    except PtrainxError:
+        raise
+    except (RuntimeError, NotImplementedError) as refused:
+        if _cause(refused) is not None or _NOT_OURS in str(refused):
+            raise
+        error = refused
+    operands = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    if not operands:
+        raise error
+    return _elsewhere(run, func, args, kwargs, operands, trace, error)
+
+
+_NOT_OURS = "got mixed torch.Tensor and DTensor"
+
+# torch 2.13 gets the strides of a strided shard wrong where a view splits its dim into several and it stays strided.
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(tc.is_strided_shard(p) for p in value.placements)
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """The error of ours that torch has wrapped."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, PtrainxError):
+        cause = cause.__cause__
+    return cause
+
+
+def _elsewhere(
+    run: Any, func: Any, args: tuple, kwargs: dict, operands: list[DTensor], trace: TraceContext, error: Exception
+) -> Any:
+    written = _written(func, args, kwargs)
+    with trace.marked(asked=False, reason=f"operands of {func}, which has no rule for their placements"):
+        for keep in _ways(operands):
+            moved: dict[int, DTensor] = {id(x): _moved(x, keep) for x in operands}
+            new_args, new_kwargs = optree.tree_map(lambda x, moved=moved: moved.get(id(x), x), (args, kwargs))
+            try:
+                out = run(func, new_args, new_kwargs)
+                if func in _VIEWS and _strided(new_args[0]) and _strided(out):
+                    continue
+            except PtrainxError:
+                raise
+            except (RuntimeError, NotImplementedError) as again:
+                if _cause(again) is not None:
+                    raise
+                continue
+            break
+        else:
+            out = _on_replicas(func, args, kwargs, moved)
+    for old in written:
+        new = moved[id(old)]
+        if new is not old:
+            _take_over(old, new, error, trace)
+    same = {id(moved[id(x)]): x for x in written}
+    return optree.tree_map(lambda x: same.get(id(x), x), out)
+
+
+def _ways(operands: list[DTensor]) -> Iterator[Callable[[int, Any], bool]]:
+    """Which placements to keep, in the order of the tries: `keep(mesh dim, placement)`."""
+    ndim = operands[0].device_mesh.ndim
+    sharded = [i for i in reversed(range(ndim)) if any(_splits(x.placements[i]) for x in operands)]
+    if any(p.is_partial() for x in operands for p in x.placements):
+        yield lambda i, p: _splits(p)
+    for axis in sharded:
+        yield lambda i, p, axis=axis: _splits(p) and i != axis  # type: ignore[misc]
+    yield lambda i, p: False
+
+
+def _splits(placement: Any) -> bool:
+    return placement.is_shard() or tc.is_strided_shard(placement)
+
+
+def _moved(x: DTensor, keep: Callable[[int, Any], bool]) -> DTensor:
+    placements = tuple(p if p.is_replicate() or keep(i, p) else Replicate() for i, p in enumerate(x.placements))
+    return x if placements == tuple(x.placements) else x.redistribute(x.device_mesh, placements)
+
+
+def _on_replicas(func: Any, args: tuple, kwargs: dict, moved: dict[int, DTensor]) -> Any:
+    """The operator on local tensors, which are the whole values; so is what it returns."""
+    first = next(iter(moved.values()))
+    mesh, replicate = first.device_mesh, (Replicate(),) * first.device_mesh.ndim
+    locals_: dict[int, DTensor] = {}
+
+    def enter(x: Any) -> Any:
+        if id(x) not in moved:
+            return x
+        local = moved[id(x)]._local_tensor
+        locals_[id(local)] = moved[id(x)]
+        return local
+
+    def leave(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) in locals_:
+            return locals_[id(x)]
+        return tc.wrap_local(x, tc.make_spec(mesh, replicate, x.shape, x.stride(), x.dtype))
+
+    local_args, local_kwargs = optree.tree_map(enter, (args, kwargs))
+    return optree.tree_map(leave, func(*local_args, **local_kwargs))
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[DTensor]:
+    """The operands that the operator writes into."""
+    found = []
+    for i, formal in enumerate(func._schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(formal.name)
+            found += [leaf for leaf in optree.tree_leaves(value) if isinstance(leaf, DTensor)]
+    return found
+
+
+def _take_over(old: DTensor, new: DTensor, error: Exception, trace: TraceContext) -> None:
+    """Makes a value that was written at another placement be there from now on."""
+    if old._is_view():
+        raise TraceError(
+            f"{trace.name} writes in place into a view, which has to change its placement for that",
+            got=str(error).splitlines()[0],
+            source=trace.origin.source,
+            fix="make a new value instead of writing in place, or constrain the base with px.reshard",
+        ) from error
+    old._local_tensor, old._spec = new._local_tensor, new._spec

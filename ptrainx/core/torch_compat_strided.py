@@ -1,0 +1,50 @@
+"""Private torch names about strided shards: how DTensor gathers a dim that a view has merged from several.
+
+torch's own gathering works out the order of the rows with index tensors, which a trace would carry into every step, and
+sizes with tensors that a trace can't read. Where the rows divide evenly the order is a transposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed._local_tensor import enabled_local_tensor_mode
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["make_strided_shards_traceable"]
+
+
+def make_strided_shards_traceable() -> Callable[[], None]:
+    """Replaces how strided shards are gathered and measured; returns the undo."""
+    original, measured = _StridedShard._to_replicate_tensor, _StridedShard.local_shard_size_and_offset
+
+    def measure(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if enabled_local_tensor_mode() is not None:
+            return measured(self, *args, **kwargs)
+        with _disable_current_modes():
+            return measured(self, *args, **kwargs)
+
+    def gather(self: Any, local: Any, mesh: Any, mesh_dim: int, logical_shape: Any) -> Any:
+        parts, dim, split = mesh.size(mesh_dim), self.dim, self.split_factor
+        if logical_shape[dim] % (parts * split) or local.shape[dim] * parts != logical_shape[dim]:
+            return original(self, local, mesh, mesh_dim, logical_shape)
+        if parts == 1:
+            return local
+        whole: Any = collectives.all_gather_single(local.contiguous(), gather_dim=dim, group=(mesh, mesh_dim))
+        if isinstance(whole, collectives.AsyncCollectiveTensor):
+            whole = whole.wait()
+        before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+        blocks = whole.reshape(*before, parts, split, logical_shape[dim] // (parts * split), *after)
+        return blocks.transpose(dim, dim + 1).reshape(whole.shape)
+
+    _StridedShard._to_replicate_tensor = gather  # type: ignore[method-assign]
+    _StridedShard.local_shard_size_and_offset = measure  # type: ignore[method-assign]
+
+    def undo() -> None:
+        _StridedShard._to_replicate_tensor = original  # type: ignore[method-assign]
+        _StridedShard.local_shard_size_and_offset = measured  # type: ignore[method-assign]
+
+    return undo
