@@ -4,7 +4,7 @@ A step is a pure function, state is a pytree, placement is a partition spec on a
 one graph. Start with `make_mesh`, `jit` and `value_and_grad`; the README has a complete program.
 """
 
-from ptrainx import data, debug, errors, optim, random, testing, tree
+from ptrainx import data, debug, errors, mesh, observe, ops, optim, random, runtime, testing, tree
 from ptrainx.core.avals import ShapeDtypeStruct
 from ptrainx.core.tree import TrainState, register_dataclass
 from ptrainx.mesh import (
@@ -21,6 +21,7 @@ from ptrainx.mesh import (
     match_rules,
     shutdown,
     spec_of,
+    visualize_sharding,
 )
 from ptrainx.ops import accumulate_grads, scan
 from ptrainx.runtime import launch
@@ -49,16 +50,21 @@ __all__ = [
     "launch",
     "make_mesh",
     "match_rules",
+    "mesh",
+    "observe",
+    "ops",
     "optim",
     "random",
     "register_dataclass",
     "reshard",
+    "runtime",
     "scan",
     "shutdown",
     "spec_of",
     "testing",
     "tree",
     "value_and_grad",
+    "visualize_sharding",
 ]
 
 __version__ = "0.1.0"

@@ -35,7 +35,8 @@ class Agreement:
     def __init__(self, mesh: Any, name: str):
         self.rank, self.size, self.name = mesh.rank, mesh.size, name
         number = _counts[mesh.epoch] = _counts.get(mesh.epoch, 0) + 1
-        self.prefix = f"ptrainx/agree/{mesh.epoch}/{number}"
+        # The store is new for each world; how many worlds a process has seen is its own affair.
+        self.prefix = f"ptrainx/agree/{number}"
         self.store = tc.default_store()
 
     def post(self, collectives: Sequence[str], inputs: Mapping[str, str]) -> None:
