@@ -19,12 +19,12 @@ def register_attention_rules() -> None:
     """Registers the forward and the backward kernel's rules."""
     aten = torch.ops.aten
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(query: Any, key: Any, value: Any, dropout_p: Any = 0.0, is_causal: Any = False, **kwargs: Any) -> Any:
         mask = kwargs.get("attn_mask")
         return [_rule(3, 2, 2, p, mask) for p in (Replicate(), Shard(0), Shard(1)) if _mask_fits(mask, p)]
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
     def backward(*args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attn_mask")
         return [_rule(6, 3, 2, p, mask) for p in (Replicate(), Shard(0), Shard(1)) if _mask_fits(mask, p)]

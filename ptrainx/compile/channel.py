@@ -49,7 +49,7 @@ class Channel:
         out = x if owned and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         if self.size == 1:
             return Pending(out)
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = _OPS["sum" if op == "avg" else op]
         work = self.group.allreduce([out], options)
         return Pending(out, work, (lambda t: t / self.size) if op == "avg" else None)
@@ -73,7 +73,7 @@ class Channel:
             work = self.group.alltoall_base(parts, x, [], [])
             return Pending(parts, work, lambda t: _reduce_parts(t.view(self.size, *out_shape), op), held=x)
         out = x.new_empty(out_shape)
-        options = dist.ReduceScatterOptions()
+        options: Any = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
         return Pending(out, self.group._reduce_scatter_base(out, x, options), held=x)
 

@@ -81,7 +81,7 @@ def fake_process_group(group_rank: int, size: int, name: str) -> Any:
 def group_is_registered(name: str) -> bool:
     """Whether functional collectives find a group of this name. Destroying a world forgets all names."""
     try:
-        _resolve_process_group(name)
+        _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, LookupError):
         return False
     return True
@@ -89,12 +89,12 @@ def group_is_registered(name: str) -> bool:
 
 def register_process_group(name: str, group: Any) -> None:
     """Makes a group known to functional collectives by name."""
-    _register_process_group(name, group)
+    _register_process_group(name, group)  # type: ignore[arg-type]
 
 
 def resolve_process_group(name: str) -> Any:
     """The group of this name."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def all_local_coordinates(device_mesh: Any) -> Any:

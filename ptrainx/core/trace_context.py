@@ -28,8 +28,8 @@ _LIBRARY = (
     _HERE + os.sep,
     os.path.join(_ROOT, "mesh") + os.sep,
     os.path.join(_ROOT, "ops") + os.sep,
-    *(os.path.dirname(os.path.realpath(module.__file__)) + os.sep for module in (torch, optree, einops)),
-    *(os.path.realpath(module.__file__) for module in (contextlib, functools)),
+    *(os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep for module in (torch, optree, einops)),
+    *(os.path.realpath(str(module.__file__)) for module in (contextlib, functools)),
 )
 """Code that is not the user's: lines in it explain nothing."""
 
