@@ -117,10 +117,7 @@ class JitFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current_trace() is not None:
             return self.fn(*args, **kwargs)
-        dynamic, static = self._partition(args)
-        leaves, treedef = px_tree.flatten((dynamic, kwargs))
-        mesh = self.mesh or default_mesh(leaves)
-        key = (treedef, tuple([_leaf_key(leaf) for leaf in leaves]), static, mesh)
+        key, leaves, mesh = self._key(args, kwargs)
         compiled = self._cache.get(key)
         if compiled is None:
             compiled = self._compile(key, args, kwargs, mesh, leaves)
@@ -139,12 +136,23 @@ class JitFunction:
         return self.trace(*args, **kwargs).lower()
 
     def comms(self, *args: Any, **kwargs: Any) -> CommReport:
-        """Every collective of a call with arguments like these, with source lines. Runs nothing."""
-        return self.lower(*args, **kwargs).comms()
+        """Every collective of a call with arguments like these, with source lines. Runs nothing.
+
+        A program that has been compiled is not traced again.
+        """
+        compiled = self._cache.get(self._key(args, kwargs)[0])
+        return compiled.comms() if isinstance(compiled, Compiled) else self.lower(*args, **kwargs).comms()
 
     def clear_cache(self) -> None:
         """Forgets every compiled program."""
         self._cache.clear()
+
+    def _key(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any], Any]:
+        """(what the program of a call is found by, the dynamic leaves of its arguments, its mesh)."""
+        dynamic, static = self._partition(args)
+        leaves, treedef = px_tree.flatten((dynamic, kwargs))
+        mesh = self.mesh or default_mesh(leaves)
+        return (treedef, tuple([_leaf_key(leaf) for leaf in leaves]), static, mesh), leaves, mesh
 
     def _partition(self, args: tuple) -> tuple[tuple, tuple]:
         if not self.static:
