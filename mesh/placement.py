@@ -24,6 +24,7 @@ __all__ = [
     "spec_of",
     "spec_of_placements",
     "tensor_spec",
+    "trace_placements",
 ]
 
 
@@ -41,6 +42,12 @@ def placements_of(spec: PartitionSpec, mesh: AbstractMesh) -> tuple[Placement, .
         return Partial("sum") if axis in spec.unreduced else Replicate()
 
     return tuple(one(axis) for axis in mesh.axis_names)
+
+
+def trace_placements(spec: PartitionSpec, mesh: AbstractMesh) -> tuple[Any, ...]:
+    """A spec as a trace sees it. An axis of size 1 splits nothing, and must not stand in the way of a view."""
+    sizes = mesh.shape.values()
+    return tuple(Replicate() if n == 1 else p for n, p in zip(sizes, placements_of(spec, mesh)))
 
 
 def spec_of_placements(

@@ -1,16 +1,18 @@
 """Before a graph first runs, the ranks make sure that they are about to run the same one.
 
 Each rank puts a record into the world's store: the function's name, a hash of its collectives, hashes of the plain
-inputs that have to be equal everywhere. Each then reads the others', with a deadline. A rank that failed while tracing
-leaves its error there instead, so that nobody waits for it.
+inputs that have to be equal everywhere. Each then reads the others', with a deadline. A rank that failed on its way,
+whatever the reason, leaves its error there instead, so that nobody waits for it.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,52 +20,87 @@ import torch
 from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import AgreementError, InputError
+from ptrainx.mesh.mesh import Mesh
 
-__all__ = ["Agreement", "hash_tensor"]
+__all__ = ["Agreement", "hash_tensor", "is_shared", "meeting_of"]
 
-_counts: dict[int, int] = {}
+# How many meetings there have been, by world and members: the ranks of a mesh meet in one order.
+_counts: collections.Counter[tuple] = collections.Counter()
+
+
+def is_shared(mesh: Any) -> bool:
+    """Whether a mesh is spread over several processes."""
+    return isinstance(mesh, Mesh) and not mesh.simulated and mesh.size > 1
+
+
+@contextlib.contextmanager
+def meeting_of(mesh: Any, name: str) -> Iterator[Agreement]:
+    """A meeting of a mesh's ranks about a function; if its body fails on this rank, the others are told."""
+    meeting = Agreement(mesh, name)
+    try:
+        yield meeting
+    except BaseException as error:
+        if not meeting.posted:
+            meeting.post_failure(error)
+        raise
 
 
 class Agreement:
     """One meeting of the ranks. Every rank makes its meetings in the same order.
 
     Args:
-        mesh: a real mesh of more than one process.
+        mesh: any mesh; one that is not spread over processes agrees with itself.
         name: of the function.
     """
 
     def __init__(self, mesh: Any, name: str):
-        self.rank, self.size, self.name = mesh.rank, mesh.size, name
-        number = _counts[mesh.epoch] = _counts.get(mesh.epoch, 0) + 1
-        # The store is new for each world; how many worlds a process has seen is its own affair.
-        self.prefix = f"ptrainx/agree/{number}"
-        self.store = tc.default_store()
+        self.name, self.posted = name, not is_shared(mesh)
+        self.rank, self.size, self.alone = mesh.ranks[0], mesh.size, self.posted
+        if not self.alone:
+            members = (mesh.epoch, tuple(mesh.device_mesh.mesh.flatten().tolist()))
+            _counts[members] += 1
+            self.number = _counts[members]
+            self.room = f"ptrainx/agree/{mesh.epoch}/{'-'.join(map(str, members[1]))}"
+            self.prefix = f"{self.room}/{self.number}"
+            self.store = tc.default_store()
 
     def post(self, collectives: Sequence[str], inputs: Mapping[str, str]) -> None:
         """Says what this rank is about to run."""
+        self.posted = True
         digest = hashlib.blake2b("\n".join(_comparable(c) for c in collectives).encode(), digest_size=16).hexdigest()
-        self._set({"name": self.name, "hash": digest, "inputs": dict(inputs)})
         self.store.set(f"{self.prefix}/{self.rank}/lines", json.dumps(list(collectives)))
+        self._set({"name": self.name, "hash": digest, "inputs": dict(inputs)})
 
     def post_failure(self, error: BaseException) -> None:
         """Says that this rank can't run it."""
+        self.posted = True
         self._set({"name": self.name, "error": f"{type(error).__name__}: {error}"})
 
     def _set(self, record: dict[str, Any]) -> None:
         self.store.set(f"{self.prefix}/{self.rank}", json.dumps(record))
+        # Whoever has come to this meeting has left the last but one.
+        for kind in ("", "/lines"):
+            self.store.delete_key(f"{self.room}/{self.number - 2}/{self.rank}{kind}")
 
-    def settle(self) -> None:
-        """Waits for every rank and compares.
+    def settle(self, collectives: Sequence[str], inputs: Mapping[str, str]) -> None:
+        """Says what this rank is about to run, waits for every rank and compares.
 
         Raises:
             AgreementError: a rank failed, never came, runs another function, or has other collectives.
             InputError: plain inputs differ between ranks.
         """
+        if self.alone:
+            return
+        self.post(collectives, inputs)
         records = self._gather()
         mine = records[self.rank]
         for rank, record in records.items():
             if "error" in record:
-                raise AgreementError(f"{self.name}: rank {rank} failed before the first run\n{record['error']}")
+                raise AgreementError(
+                    f"{self.name}: rank {rank} failed before the run",
+                    got=record["error"],
+                    fix=f"mend what rank {rank} reports; this rank has only waited for it",
+                )
         for rank, record in records.items():
             if record["name"] != mine["name"]:
                 raise AgreementError(

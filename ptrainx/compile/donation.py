@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import optree
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import DonationError
 from ptrainx.mesh.simulated import SimulatedDTensor, local_tensors
 
-__all__ = ["DonatedDTensor", "DonatedTensor", "check_donation", "is_donated", "refuse", "retire"]
+__all__ = ["DonatedDTensor", "DonatedTensor", "check_donation", "exclusive", "is_donated", "refuse", "retire"]
 
 _T = torch.Tensor
 _STILL_KNOWN = {
@@ -91,13 +92,36 @@ def retire(leaves: Sequence[Any], donated: Sequence[int], program: Program) -> N
     """Makes the donated leaves unusable, and lets go of their memory."""
     for i in donated:
         leaf = leaves[i]
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        called = f"argument {program.arguments[i].path} of {program.name}"
         if isinstance(leaf, DTensor):
-            leaf._donated_as = f"argument {program.arguments[i].path} of {program.name}"  # type: ignore[attr-defined]
             leaf.__class__ = DonatedDTensor
             leaf._local_tensor = None  # type: ignore[assignment]
-        elif type(leaf) is torch.Tensor:
-            leaf._donated_as = f"argument {program.arguments[i].path} of {program.name}"  # type: ignore[attr-defined]
+        elif type(leaf) in (torch.Tensor, torch.nn.Parameter):
+            # It keeps its shape and dtype, over a single element of memory.
+            leaf.data = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
             leaf.__class__ = DonatedTensor
+        leaf._donated_as = called  # type: ignore[attr-defined]
+
+
+def exclusive(local: torch.Tensor, leaf: Any) -> torch.Tensor:
+    """A donated leaf's local tensor in memory that nobody else sees; a copy where somebody does.
+
+    Args:
+        local: this rank's part, which may be a view of the leaf.
+        leaf: the leaf as it was passed: placed, plain, numpy or a number.
+    """
+    if isinstance(leaf, SimulatedDTensor):
+        shared = tc.storage_users(local) > 1
+    elif isinstance(leaf, DTensor):
+        shared = local is leaf._local_tensor and tc.storage_users(local) > 1
+    elif isinstance(leaf, torch.Tensor):
+        # The local part and the leaf are two that see it.
+        shared = tc.storage_users(local) > 2 or not local.untyped_storage().resizable()
+    else:
+        shared = isinstance(leaf, np.ndarray)
+    return local.clone() if shared else local
 
 
 def _storages(leaf: Any) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrainx.compile.channel import open_channels
-from ptrainx.compile.donation import check_donation, retire
+from ptrainx.compile.donation import check_donation, exclusive, is_donated, refuse, retire
 from ptrainx.compile.lockstep import Lockstep
 from ptrainx.compile.lower import generate
 from ptrainx.compile.trace import Argument, Program, RankGraph
@@ -43,8 +43,13 @@ class Executable:
         self.program, self.mesh = program, program.mesh
         first = graphs[0]
         self.out_tree = first.out_tree
-        self.captures = first.captures
-        self.versions = [(i, v) for i, v in enumerate(first.capture_versions) if v is not None]
+        self.captures = [graph.captures for graph in graphs]
+        self.versions = [
+            (value, version)
+            for graph in graphs
+            for value, version in zip(graph.captures, graph.capture_versions)
+            if version is not None
+        ]
         self.donated = [i for i, a in enumerate(program.arguments) if a.donated]
         donated = set(self.donated)
         self.simulated = self.mesh.simulated
@@ -57,15 +62,17 @@ class Executable:
             self.sources = [source]
         self.shards = [self._sharder(a) for a in program.arguments]
         self.out_specs = [
-            None if not o.shape else tensor_spec(self.mesh.device_mesh, o.spec, self.mesh, _Like(o.shape, o.dtype))
+            tensor_spec(self.mesh.device_mesh, o.spec, self.mesh, _Like(o.shape, o.dtype))
+            if o.shape or o.spec.unreduced
+            else None
             for o in first.outputs
         ]
 
     def __call__(self, leaves: list[Any]) -> Any:
         """The result of a call with these leaves."""
-        for index, version in self.versions:
-            if self.captures[index]._version != version:
-                self._refuse_changed(self.captures[index])
+        for captured, version in self.versions:
+            if captured._version != version:
+                self._refuse_changed(captured)
         with torch.no_grad():
             if self.donated:
                 check_donation(leaves, self.donated, self.program)
@@ -75,9 +82,11 @@ class Executable:
                 leaf._local_tensor if isinstance(leaf, DTensor) else shard(leaf, 0)
                 for leaf, shard in zip(leaves, self.shards)
             ]
-            args.extend(_local(c) for c in self.captures)
+            args.extend(_local(c) for c in self.captures[0])
             args = [a if a.is_contiguous() else a.contiguous() for a in map(_settled, args)]
             if self.donated:
+                for i in self.donated:
+                    args[i] = exclusive(args[i], leaves[i])
                 retire(leaves, self.donated, self.program)
             outs = self.step(args)
         return px_tree.unflatten(
@@ -86,17 +95,21 @@ class Executable:
         )
 
     def _call_simulated(self, leaves: list[Any]) -> Any:
-        columns = []
-        for leaf, shard in zip(leaves, self.shards):
-            if isinstance(leaf, DTensor):
-                columns.append(local_tensors(leaf))
-            else:
-                columns.append({rank: shard(leaf, rank) for rank in self.mesh.ranks})
-        for captured in self.captures:
-            placed = isinstance(captured, DTensor)
-            columns.append(local_tensors(captured) if placed else dict.fromkeys(self.mesh.ranks, _local(captured)))
-        args = [[column[rank].contiguous() for column in columns] for rank in self.mesh.ranks]
+        ranks = self.mesh.ranks
+        columns = [
+            local_tensors(leaf) if isinstance(leaf, DTensor) else {rank: shard(leaf, rank) for rank in ranks}
+            for leaf, shard in zip(leaves, self.shards)
+        ]
+        args = [[column[rank].contiguous() for column in columns] for rank in ranks]
+        for rank, own in zip(ranks, args):
+            own.extend(_on_rank(captured, rank) for captured in self.captures[rank])
         if self.donated:
+            for i in self.donated:
+                seen: set[int] = set()
+                for own in args:
+                    shared = tc.storage_id(own[i]) in seen
+                    own[i] = own[i].clone() if shared else exclusive(own[i], leaves[i])
+                    seen.add(tc.storage_id(own[i]))
             retire(leaves, self.donated, self.program)
         del columns
         outs = self.lockstep.run(args)
@@ -132,7 +145,15 @@ class _Like:
         self.shape, self.dtype = torch.Size(shape), dtype
 
 
+def _on_rank(captured: torch.Tensor, rank: int) -> torch.Tensor:
+    if is_donated(captured):
+        refuse(captured)
+    return local_tensors(captured)[rank].contiguous() if isinstance(captured, DTensor) else captured.detach()
+
+
 def _local(value: torch.Tensor) -> torch.Tensor:
+    if is_donated(value):
+        refuse(value)
     return value._local_tensor if isinstance(value, DTensor) else value.detach()
 
 

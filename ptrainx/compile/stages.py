@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ptrainx.compile.agreement import Agreement, hash_tensor
+from ptrainx.compile.agreement import Agreement, hash_tensor, meeting_of
 from ptrainx.compile.comms import CommReport, report_comms
 from ptrainx.compile.executable import Executable
 from ptrainx.compile.lower import collective_summary
@@ -70,17 +70,22 @@ class Lowered:
                 f"{self.program.name} is lowered for {self.program.mesh}, which has no devices",
                 fix="make the mesh with px.make_mesh, simulate=True for one process",
             )
-        return Compiled(self, Executable(self.program, self.graphs))
+        with meeting_of(self.program.mesh, self.program.name) as meeting:
+            compiled = Compiled(self, Executable(self.program, self.graphs))
+            meeting.settle(collective_summary(self.graphs[0]), {})
+        return compiled
 
 
 class Compiled:
-    """A program that runs; called with the leaves of its arguments."""
+    """A program that runs: called with arguments like those it was traced for, the static ones among them."""
 
     def __init__(self, lowered: Lowered, executable: Executable):
-        self.lowered, self.executable = lowered, executable
+        self.lowered, self.program = lowered, lowered.program
+        self.run: Callable[[list[Any]], Any] = executable
+        self.executable = executable
 
-    def __call__(self, leaves: list[Any]) -> Any:
-        return self.executable(leaves)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.executable(self.program.flatten(*args, **kwargs))
 
     def as_text(self) -> str:
         """The generated Python of the first rank that this process plays."""
@@ -91,28 +96,22 @@ class Compiled:
         return self.lowered.comms()
 
 
-def compile_program(program: Program, leaves: list[Any], check: Callable[[Lowered], None] | None = None) -> Compiled:
+def compile_program(
+    program: Program, leaves: list[Any], meeting: Agreement, check: Callable[[Lowered], None] | None = None
+) -> Compiled:
     """Traces, lowers and compiles; on a real mesh of several processes the ranks agree before they return.
 
     Args:
         program: what to compile.
         leaves: the leaves of the call that asked for it; plain ones are compared between ranks.
+        meeting: of the ranks.
         check: called with the lowered program; may refuse it.
     """
-    mesh = program.mesh
-    meeting = Agreement(mesh, program.name) if isinstance(mesh, Mesh) and not mesh.simulated and mesh.size > 1 else None
-    try:
-        lowered = Lowered(program, [run_passes(trace_program(program, rank)) for rank in mesh.ranks])
-        if check is not None:
-            check(lowered)
-        compiled = lowered.compile()
-    except Exception as error:
-        if meeting is not None:
-            meeting.post_failure(error)
-        raise
-    if meeting is not None:
-        meeting.post(collective_summary(lowered.graphs[0]), plain_hashes(program, leaves))
-        meeting.settle()
+    lowered = Lowered(program, [run_passes(trace_program(program, rank)) for rank in program.mesh.ranks])
+    if check is not None:
+        check(lowered)
+    compiled = Compiled(lowered, Executable(program, lowered.graphs))
+    meeting.settle(collective_summary(lowered.graphs[0]), plain_hashes(program, leaves))
     return compiled
 
 

@@ -52,6 +52,7 @@ __all__ = [
     "is_strided_shard",
     "make_spec",
     "no_dispatch",
+    "numeric_defaults",
     "no_dispatch_modes",
     "register_process_group",
     "resolve_process_group",
@@ -60,6 +61,7 @@ __all__ = [
     "set_redistribute_hook",
     "sharding_propagator",
     "storage_id",
+    "storage_users",
     "tracing",
     "unset_fake_temporarily",
     "wrap_local",
@@ -150,6 +152,19 @@ def set_implicit_replication(value: bool) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage: equal for views of one buffer."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors see a tensor's storage, this one included."""
+    # The storage object that asks is one more.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+
+
+def numeric_defaults() -> tuple[Any, ...]:
+    """What decides the dtypes that operators choose by themselves: the default dtype, autocast."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return torch.get_default_dtype(), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+    return (torch.get_default_dtype(),)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

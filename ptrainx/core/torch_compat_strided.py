@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed._local_tensor import enabled_local_tensor_mode
+from torch.distributed.tensor import _utils
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,11 +22,7 @@ def make_strided_shards_traceable() -> Callable[[], None]:
     """Replaces how strided shards are gathered and measured; returns the undo."""
     original, measured = _StridedShard._to_replicate_tensor, _StridedShard.local_shard_size_and_offset
 
-    def measure(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if enabled_local_tensor_mode() is not None:
-            return measured(self, *args, **kwargs)
-        with _disable_current_modes():
-            return measured(self, *args, **kwargs)
+    offset = _utils._compute_local_shape_and_global_offset
 
     def gather(self: Any, local: Any, mesh: Any, mesh_dim: int, logical_shape: Any) -> Any:
         parts, dim, split = mesh.size(mesh_dim), self.dim, self.split_factor
@@ -41,10 +38,24 @@ def make_strided_shards_traceable() -> Callable[[], None]:
         return blocks.transpose(dim, dim + 1).reshape(whole.shape)
 
     _StridedShard._to_replicate_tensor = gather  # type: ignore[method-assign]
-    _StridedShard.local_shard_size_and_offset = measure  # type: ignore[method-assign]
+    _StridedShard.local_shard_size_and_offset = _outside_of_traces(measured)  # type: ignore[method-assign]
+    _utils._compute_local_shape_and_global_offset = _outside_of_traces(offset)
 
     def undo() -> None:
+        _utils._compute_local_shape_and_global_offset = offset
         _StridedShard._to_replicate_tensor = original  # type: ignore[method-assign]
         _StridedShard.local_shard_size_and_offset = measured  # type: ignore[method-assign]
 
     return undo
+
+
+def _outside_of_traces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Arithmetic on sizes that torch does with tensors, and reads: no part of a trace."""
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        if enabled_local_tensor_mode() is not None:
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return measure

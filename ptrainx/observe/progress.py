@@ -11,6 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 from rich.text import Text
 
 from ptrainx.mesh.world import current_world
@@ -67,7 +68,7 @@ class Progress:
         if self._active and self._console.is_terminal:
             self._bar = RichProgress(
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),  # gives way to the values
                 TextColumn("[green]{task.completed}/{task.total}"),
                 _Values(self._texts),
                 TimeRemainingColumn(compact=True),

@@ -22,7 +22,7 @@ from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import GradientError
 from ptrainx.core.trace_context import current_trace, user_source
 
-__all__ = ["GradFunction", "grad", "value_and_grad"]
+__all__ = ["GradFunction", "any_differentiated", "grad", "value_and_grad"]
 
 _open_grads: contextvars.ContextVar[int] = contextvars.ContextVar("ptrainx_open_grads", default=0)
 
@@ -199,6 +199,11 @@ def _differentiable(x: torch.Tensor, nested: bool) -> torch.Tensor:
         with torch.enable_grad():
             return x.clone()
     return x.detach().requires_grad_()
+
+
+def any_differentiated(leaves: Sequence[Any]) -> bool:
+    """Whether a `grad` that is running outside of any jit differentiates by one of these leaves."""
+    return _open_grads.get() > 0 and _requires_grad(leaves)
 
 
 def _requires_grad(tree: Any) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,22 +17,25 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrainx.compile.agreement import Agreement
+from ptrainx.compile.agreement import is_shared, meeting_of
 from ptrainx.compile.comms import CommReport
 from ptrainx.compile.donation import is_donated, refuse
 from ptrainx.compile.eager import EagerProgram
 from ptrainx.compile.stages import Compiled, Lowered, Traced, compile_program, plain_hashes
-from ptrainx.compile.trace import Argument, Program
+from ptrainx.compile.trace import Argument, Output, Program
 from ptrainx.core import flags
+from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe
-from ptrainx.core.errors import BackendError, InputError, MeshError, SpecError, TraceError, TreeError
+from ptrainx.core.errors import BackendError, GradientError, InputError, MeshError, SpecError, TraceError, TreeError
 from ptrainx.core.trace_context import current_trace
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
 from ptrainx.mesh.partition_spec import P, PartitionSpec
-from ptrainx.mesh.placement import check_spec, spec_of
+from ptrainx.mesh.placement import check_spec, spec_of, trace_placements
 from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh, same_mesh
+from ptrainx.transforms.grad import any_differentiated
+from ptrainx.transforms.reshard import reshard
 
 __all__ = ["BACKENDS", "JitFunction", "jit"]
 
@@ -113,22 +118,27 @@ class JitFunction:
             raise InputError(f"{self.name}: argument {min(self.static & self.donate)} is both static and donated")
         self._cache: dict[Any, Any] = {}
         self._parameters = _parameter_names(fn)
+        self._static_names = {self._called(i) for i in self.static}
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current_trace() is not None:
-            return self.fn(*args, **kwargs)
-        dynamic, static = self._partition(args)
-        leaves, treedef = px_tree.flatten((dynamic, kwargs))
-        mesh = self.mesh or default_mesh(leaves)
-        key = (treedef, tuple([_leaf_key(leaf) for leaf in leaves]), static, mesh)
+            return self._inline(args, kwargs)
+        dynamic, named, static = self._partition(args, kwargs)
+        leaves, treedef = px_tree.flatten((dynamic, named))
+        if any_differentiated(leaves) or any(tc.is_fake(leaf) for leaf in leaves):
+            return self._inside_another_transform(args, kwargs, leaves)
+        key, mesh = self._key(leaves, treedef, static)
         compiled = self._cache.get(key)
         if compiled is None:
             compiled = self._compile(key, args, kwargs, mesh, leaves)
-        elif flags.check_inputs() and isinstance(mesh, Mesh) and not mesh.simulated and mesh.size > 1:
+        elif flags.check_inputs() and is_shared(mesh):
             self._check_inputs(compiled, mesh, leaves)
         if isinstance(mesh, Mesh):
             mesh.check_alive()
-        return compiled(leaves)
+        return compiled.run(leaves)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The graph of a call with arguments like these (values, or `ShapeDtypeStruct`s), before any pass."""
@@ -139,55 +149,124 @@ class JitFunction:
         return self.trace(*args, **kwargs).lower()
 
     def comms(self, *args: Any, **kwargs: Any) -> CommReport:
-        """Every collective of a call with arguments like these, with source lines. Runs nothing."""
-        return self.lower(*args, **kwargs).comms()
+        """Every collective of a call with arguments like these, with source lines. Runs nothing.
+
+        A program that has been compiled is not traced again.
+        """
+        dynamic, named, static = self._partition(args, kwargs)
+        leaves, treedef = px_tree.flatten((dynamic, named))
+        compiled = self._cache.get(self._key(leaves, treedef, static)[0])
+        return compiled.comms() if isinstance(compiled, Compiled) else self.lower(*args, **kwargs).comms()
 
     def clear_cache(self) -> None:
         """Forgets every compiled program."""
         self._cache.clear()
 
-    def _partition(self, args: tuple) -> tuple[tuple, tuple]:
+    def _key(self, leaves: list[Any], treedef: Any, static: tuple) -> tuple[Any, AbstractMesh]:
+        """(what the program of a call is found by, its mesh)."""
+        mesh = self.mesh or default_mesh(leaves)
+        return (treedef, tuple([_leaf_key(leaf) for leaf in leaves]), static, mesh, tc.numeric_defaults()), mesh
+
+    def _inline(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call inside another jitted function: its specs constrain, its mesh has to be the same."""
+        trace = current_trace()
+        if self.mesh is not None and trace is not None and self.mesh != trace.mesh:
+            raise MeshError(
+                f"{self.name} is jitted for another mesh than {trace.name}, which calls it",
+                got=str(self.mesh),
+                expected=str(trace.mesh),
+                fix="jit both for one mesh, or call one after the other",
+            )
+        if self.in_specs is not None:
+            positions = [i for i in range(len(args)) if i not in self.static]
+            dynamic = tuple(args[i] for i in positions)
+            placed = [reshard(x, spec) for x, spec in zip(dynamic, self._positional_specs(dynamic))]
+            inside = dict(zip(positions, placed))
+            args = tuple(inside.get(i, value) for i, value in enumerate(args))
+        out = self.fn(*args, **kwargs)
+        return out if self.out_specs is None else reshard(out, self.out_specs)
+
+    def _inside_another_transform(self, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+        """The call under `px.grad` or `px.eval_shape` outside any jit: as if it were not jitted."""
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            raise GradientError(
+                f"{self.name} is jitted, and is differentiated from outside over placed values",
+                fix="jit the gradient instead: px.jit(px.grad(fn), ...)",
+            )
+        return self.fn(*args, **kwargs)
+
+    def _partition(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], tuple]:
+        """(dynamic positional arguments, dynamic keyword arguments, static ones in a form that can be a key)."""
         if not self.static:
-            return args, ()
-        static = tuple((i, args[i]) for i in sorted(self.static) if i < len(args))
-        for i, value in static:
+            return args, kwargs, ()
+        found: dict[Any, Any] = {i: args[i] for i in sorted(self.static) if i < len(args)}
+        found.update((name, kwargs[name]) for name in sorted(self._static_names) if name in kwargs)
+        for i, value in found.items():
             try:
                 hash(value)
             except TypeError:
+                called = self._called(i) if isinstance(i, int) else i
                 raise InputError(
-                    f"{self.name}: static argument {self._called(i)} is not hashable",
+                    f"{self.name}: static argument {called} is not hashable",
                     got=type(value).__name__,
                     fix="pass a tuple, a string, a number or a frozen dataclass, or don't make it static",
                 ) from None
-        return tuple(a for i, a in enumerate(args) if i not in self.static), static
+        dynamic = tuple(a for i, a in enumerate(args) if i not in self.static)
+        named = {name: a for name, a in kwargs.items() if name not in self._static_names}
+        return dynamic, named, tuple((i, _typed(value)) for i, value in found.items())
 
     def _called(self, position: int) -> str:
         return self._parameters[position] if position < len(self._parameters) else f"argument {position}"
 
     def _program(self, args: tuple, kwargs: dict[str, Any], mesh: AbstractMesh | None = None) -> Program:
-        dynamic, static = self._partition(args)
+        dynamic, named, _ = self._partition(args, kwargs)
         positions = [i for i in range(len(args)) if i not in self.static]
-        leaves, treedef = px_tree.flatten((dynamic, kwargs))
+        leaves, treedef = px_tree.flatten((dynamic, named))
         mesh = mesh or self.mesh or default_mesh(leaves)
-        arguments = self._arguments(dynamic, kwargs, positions, mesh)
-        values = dict(static)
+        arguments = self._arguments(dynamic, named, positions, mesh)
+        values = {i: args[i] for i in self.static if i < len(args)}
+        fixed = {name: kwargs[name] for name in kwargs if name not in named}
 
         def call(traced: list[Any]) -> Any:
-            moving, named = px_tree.unflatten(treedef, traced)
+            moving, keywords = px_tree.unflatten(treedef, traced)
             rest = iter(moving)
-            return self.fn(*[values[i] if i in values else next(rest) for i in range(len(args))], **named)
+            return self.fn(*[values[i] if i in values else next(rest) for i in range(len(args))], **keywords, **fixed)
 
         device = mesh.device if isinstance(mesh, Mesh) else torch.device("cpu")
-        return Program(self.name, call, tuple(arguments), self.out_specs, mesh, device)
+        return Program(self.name, call, tuple(arguments), self.out_specs, mesh, device, self._flattener(args, kwargs))
 
-    def _arguments(self, dynamic: tuple, kwargs: dict, positions: list[int], mesh: AbstractMesh) -> list[Argument]:
+    def _flattener(self, args: tuple, kwargs: dict[str, Any]) -> Callable[..., list[Any]]:
+        """What takes a call's arguments to their leaves, once it has found them to be like these."""
+
+        def form(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+            dynamic, named, static = self._partition(args, kwargs)
+            leaves, treedef = px_tree.flatten((dynamic, named))
+            return leaves, (treedef, static), [describe(_aval(leaf)) for leaf in leaves]
+
+        _, structure, types_ = form(args, kwargs)
+
+        def flatten(*args: Any, **kwargs: Any) -> list[Any]:
+            leaves, own, own_types = form(args, kwargs)
+            if own != structure or own_types != types_:
+                raise InputError(
+                    f"{self.name} is compiled for other arguments",
+                    got=f"{own_types} in {own[0]}",
+                    expected=f"{types_} in {structure[0]}",
+                    fix="compile it for these, or call the jitted function itself",
+                )
+            return leaves
+
+        return flatten
+
+    def _arguments(self, dynamic: tuple, named: dict, positions: list[int], mesh: AbstractMesh) -> list[Argument]:
         specs = self._positional_specs(dynamic)
         found = []
         for position, value, spec in zip(positions, dynamic, specs):
             found += self._tree_arguments(value, spec, self._called(position), position in self.donate, mesh)
+        donated = {self._called(position) for position in self.donate}
         # optree orders the keys of a dict: so do we
-        for name in sorted(kwargs):
-            found += self._tree_arguments(kwargs[name], None, name, False, mesh)
+        for name in sorted(named):
+            found += self._tree_arguments(named[name], None, name, name in donated, mesh)
         return found
 
     def _positional_specs(self, dynamic: tuple) -> tuple:
@@ -221,7 +300,7 @@ class JitFunction:
             own = self._own_spec(leaf, where, mesh)
             wanted = own if spec is None else spec
             check_spec(wanted, mesh, leaf.shape, where)
-            if leaf.ndim and own != wanted:
+            if leaf.ndim and trace_placements(own, mesh) != trace_placements(wanted, mesh):
                 raise SpecError(
                     f"{where} is placed otherwise than in_specs says",
                     got=f"{describe(leaf)} at {own}",
@@ -229,6 +308,8 @@ class JitFunction:
                     fix=f"move it with px.reshard({path}, {wanted}), or change in_specs",
                 )
             return Argument(path, tuple(leaf.shape), leaf.dtype, own, plain=False, donated=donated)
+        if is_donated(leaf):
+            refuse(leaf)
         if isinstance(leaf, ShapeDtypeStruct):
             value: Any = leaf
         else:
@@ -253,6 +334,13 @@ class JitFunction:
                 expected=str(mesh),
                 fix="px.device_put(px.device_get(value), spec, mesh) moves it between meshes",
             )
+        other = next((p for p in leaf.placements if p.is_partial() and not p.is_partial("sum")), None)
+        if other is not None:
+            raise SpecError(
+                f"{where} is placed in a way that no spec can say",
+                got=f"{other}, an unreduced value that is no sum",
+                fix=f"pay it first: {where.rsplit(' ', 1)[-1]} = px.reshard(value, P(...))",
+            )
         return spec_of(leaf)
 
     def _compile(self, key: Any, args: tuple, kwargs: dict, mesh: AbstractMesh, leaves: list[Any]) -> Any:
@@ -266,11 +354,14 @@ class JitFunction:
                 fix="use .trace(...).lower() for planning, or make the mesh with px.make_mesh",
             )
         mesh.check_alive()
-        program = self._program(args, kwargs, mesh)
-        if self.backend == "eager":
-            compiled: Any = EagerProgram(program)
-        else:
-            compiled = compile_program(program, leaves, self._check_implicit)
+        with meeting_of(mesh, self.name) as meeting:
+            program = self._program(args, kwargs, mesh)
+            if self.backend == "eager":
+                compiled: Any = EagerProgram(program)
+                meeting.settle([], plain_hashes(program, leaves))
+            else:
+                compiled = compile_program(program, leaves, meeting, self._check_implicit)
+                self._tell_misplaced_successors(args, compiled.lowered)
         for old in [k for k in self._cache if k[3].epoch != mesh.epoch and not getattr(k[3], "simulated", False)]:
             if not getattr(mesh, "simulated", False):
                 del self._cache[old]
@@ -289,10 +380,56 @@ class JitFunction:
                 fix="reshard an operand where the cost is wanted, change the specs, or raise max_implicit_bytes",
             )
 
-    def _check_inputs(self, compiled: Compiled, mesh: Mesh, leaves: list[Any]) -> None:
-        meeting = Agreement(mesh, self.name)
-        meeting.post([], plain_hashes(compiled.executable.program, leaves))
-        meeting.settle()
+    def _check_inputs(self, compiled: Any, mesh: Mesh, leaves: list[Any]) -> None:
+        with meeting_of(mesh, self.name) as meeting:
+            meeting.settle([], plain_hashes(compiled.program, leaves))
+
+    def _tell_misplaced_successors(self, args: tuple, lowered: Lowered) -> None:
+        """Warns of a donated argument whose like in the result is placed otherwise: the next call can't take it."""
+        graph = lowered.graphs[0]
+        outputs = px_tree.unflatten(graph.out_tree, [_Leaf(output) for output in graph.outputs])
+        candidates = [outputs, *(outputs if isinstance(outputs, (tuple, list)) else ())]
+        arguments = {a.path: a for a in lowered.program.arguments}
+        for position in sorted(self.donate):
+            if position >= len(args):
+                continue
+            pairs, treedef = px_tree.flatten_with_path(args[position])
+            given = [arguments[px_tree.path_expr(path, self._called(position))] for path, _ in pairs]
+            for candidate in candidates:
+                leaves, structure = px_tree.flatten(candidate)
+                if structure != treedef or any(
+                    (a.shape, a.dtype) != (o.output.shape, o.output.dtype) for a, o in zip(given, leaves)
+                ):
+                    continue
+                moved = [
+                    f"{a.path} is donated at {a.spec}, {o.output.path} comes out at {o.output.spec}"
+                    for a, o in zip(given, leaves)
+                    if trace_placements(a.spec, lowered.program.mesh)
+                    != trace_placements(o.output.spec, lowered.program.mesh)
+                ]
+                if moved:
+                    warnings.warn(
+                        f"{self.name}: {'; '.join(moved)}. Give out_specs the specs of the argument, or the next call "
+                        "is traced again or refused.",
+                        stacklevel=4,
+                    )
+                break
+
+
+class _Leaf:
+    """An output as a leaf of a tree."""
+
+    def __init__(self, output: Output):
+        self.output = output
+
+
+def _aval(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, ShapeDtypeStruct) else as_tensor(leaf)
+
+
+def _typed(value: Any) -> Any:
+    """A static value that is equal only to one of its type: 1, 1.0 and True make different programs."""
+    return (tuple, tuple(map(_typed, value))) if type(value) is tuple else (type(value), value)
 
 
 _SCALARS: dict[type, Any] = {bool: ((), torch.bool), int: ((), torch.int64)}
@@ -308,14 +445,21 @@ def _leaf_key(leaf: Any) -> Any:
         if is_donated(leaf):
             refuse(leaf)
         return tuple(leaf.shape), leaf.dtype
+    if isinstance(leaf, ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype
     kind = type(leaf)
     if kind in _SCALARS:
         return _SCALARS[kind]
     if kind is float:
         return (), torch.get_default_dtype()
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return tuple(leaf.shape), leaf.dtype
+        return tuple(leaf.shape), _torch_dtype(leaf.dtype)
     return kind
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> Any:
+    return as_tensor(np.zeros((), dtype)).dtype
 
 
 def _what_changed(key: Any, cache: dict, jitted: JitFunction) -> str:
@@ -326,6 +470,8 @@ def _what_changed(key: Any, cache: dict, jitted: JitFunction) -> str:
         return f"static arguments, from {old[2]} to {key[2]}"
     if key[3] != old[3]:
         return f"the mesh, from {old[3]} to {key[3]}"
+    if key[4] != old[4]:
+        return f"torch's defaults (dtype, autocast), from {old[4]} to {key[4]}"
     changes = [f"leaf {i} from {a} to {b}" for i, (a, b) in enumerate(zip(old[1], key[1])) if a != b]
     return "; ".join(changes) or "nothing that is known"
 

@@ -11,7 +11,7 @@ from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import SpecError
 from ptrainx.core.trace_context import TraceContext, current_trace, user_source
 from ptrainx.mesh.partition_spec import PartitionSpec
-from ptrainx.mesh.placement import check_spec, placements_of, spec_of_placements
+from ptrainx.mesh.placement import check_spec, spec_of_placements, trace_placements
 from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh, device_put, reshard_value
 
@@ -48,20 +48,21 @@ def reshard(tree: Any, specs: SpecTree) -> Any:
 
 def _inside(leaf: Any, spec: PartitionSpec | None, where: str, trace: TraceContext) -> Any:
     value = trace.as_global(leaf)
-    names = trace.mesh.axis_names
+    names, sizes = trace.mesh.axis_names, trace.mesh.shape
     own = spec_of_placements(value.placements, names, value.ndim)
     wanted = spec if spec is not None else PartitionSpec(*own.entries)
     check_spec(wanted, trace.mesh, value.shape, where)
-    gained = [axis for axis in wanted.unreduced if axis not in own.unreduced]
+    owed = {axis for axis, p in zip(names, value.placements) if p.is_partial("sum") or p.is_partial("avg")}
+    gained = [axis for axis in wanted.unreduced if axis not in owed and sizes[axis] > 1]
     if gained:
         raise SpecError(
             f"{where} owes no sum over {gained}",
-            got=str(own),
+            got=", ".join(f"{axis}: {p}" for axis, p in zip(names, value.placements)),
             expected=str(wanted),
             fix="leave the axes out of unreduced=; only an unpaid sum can stay unpaid",
             source=user_source(),
         )
-    placements = placements_of(wanted, trace.mesh)
+    placements = trace_placements(wanted, trace.mesh)
     kept = tuple(
         old if old.is_partial() and new.is_partial() else new for old, new in zip(value.placements, placements)
     )

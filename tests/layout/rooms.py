@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 MODULES = dict(sorted(modules()))
 
 
+@functools.cache
 def parsed(file: Path) -> ast.Module:
     """A file's syntax tree."""
     return ast.parse(file.read_text(), str(file))

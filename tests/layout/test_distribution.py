@@ -13,7 +13,7 @@ import pytest
 
 from tests.layout.rooms import MODULES, ROOT
 
-BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1]); b.build_sdist(sys.argv[1])"
+BUILD = "import sys, setuptools.build_meta as b; folder = sys.argv[1]; b.build_wheel(folder); b.build_sdist(folder)"
 
 
 def in_package(module: str) -> str:

@@ -77,7 +77,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("spec", SPECS + UNREDUCED, ids=str)
+@pytest.mark.parametrize("spec", [*SPECS[1:5], *UNREDUCED[1:]], ids=str)
 def test_operations(operation, spec):
     x, function = a_value(), OPERATIONS[operation]
     out = function(placed(x, spec))
@@ -89,11 +89,16 @@ def loss_of(x, w):
     return (torch.tanh(x @ w) ** 2).mean()
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("x_spec", SPECS[:4], ids=str)
-@pytest.mark.parametrize("w_spec", SPECS[:4], ids=str)
-@pytest.mark.parametrize("how", ["backward", "grad", "full_tensor().backward", "second order"])
-def test_gradients(name, x_spec, w_spec, how):
+# how, mesh, placements of x and w
+GRADIENTS = [
+    *(("full_tensor().backward", "2x4", x_spec, w_spec) for x_spec in SPECS[:4] for w_spec in SPECS[:4]),
+    *((how, "2x4", P("data"), w_spec) for how in ("backward", "grad", "second order") for w_spec in SPECS[:4]),
+    *((how, name, P("data"), P(None, "model")) for how in ("backward", "second order") for name in MESHES),
+]
+
+
+@pytest.mark.parametrize(("how", "name", "x_spec", "w_spec"), GRADIENTS, ids=str)
+def test_gradients(how, name, x_spec, w_spec):
     x, w = a_value(0), a_value(1)
     dx, dw = placed(x, x_spec, name).requires_grad_(), placed(w, w_spec, name).requires_grad_()
     x.requires_grad_()
@@ -119,7 +124,7 @@ def test_gradients(name, x_spec, w_spec, how):
 
 @pytest.mark.parametrize("start", SPECS + UNREDUCED, ids=str)
 @pytest.mark.parametrize("target", SPECS, ids=str)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["2x4", "1x2"])
 def test_redistribute(start, target, name):
     x, mesh = a_value(), mesh_of(name)
     w = device_put(x, start, mesh).requires_grad_()
@@ -269,7 +274,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("spec", SPECS + UNREDUCED, ids=str)
+@pytest.mark.parametrize("spec", [*SPECS[:4], *UNREDUCED[1:]], ids=str)
 def test_0d_results_are_read_whole(read, spec):
     """Also where they are sums still owed, which a rank alone doesn't know."""
     x = torch.arange(64.0, dtype=torch.float64).reshape(8, 8)

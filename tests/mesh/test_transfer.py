@@ -170,8 +170,8 @@ def test_nothing_aliases(mesh_name, spec):
     assert device_get(placed).equal(a_value())
 
 
-@pytest.mark.parametrize("mesh_name", ["one", "2x1", "2x4"])
-@pytest.mark.parametrize("start", SPECS, ids=str)
+@pytest.mark.parametrize("mesh_name", ["one", "2x1"])
+@pytest.mark.parametrize("start", SPECS[1::2], ids=str)
 def test_moved_values_alias_nothing(mesh_name, start):
     mesh = MESHES[mesh_name]()
     placed = device_put(a_value(), start, mesh)
