@@ -1,31 +1,26 @@
-"""The modes that are active while a step is traced: what turns plain tensors into global values, and what refuses.
+"""The modes under which user code runs: what turns plain tensors into global values, and what refuses.
 
-`GlobalValues` sees torch functions as the user calls them: it records the user's line, makes replicated global values
-of plain tensors, and refuses host reads and randomness without a key. `LocalRules` sees the ATen operators on local
-tensors underneath: it refuses writes into arguments and makes views safe on local strides.
+They see torch functions as the user calls them, record the user's line, make replicated global values of plain
+tensors, and refuse host reads and randomness without a key. What runs underneath is the matter of `rules`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import optree
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrainx.compile.fallback import run_somewhere
+from ptrainx.compile.rules import READ_FIX, refuse_randomness
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
-from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
-from ptrainx.core.torch_compat_strided import make_strided_shards_traceable
-from ptrainx.core.trace_context import TraceContext, called_by_library, user_source
-from ptrainx.mesh.placement import contiguous_strides
+from ptrainx.core.errors import HostReadError, TraceError
+from ptrainx.core.trace_context import TraceContext, user_source
+from ptrainx.mesh.placement import contiguous_strides, trace_placements
 
-__all__ = ["Captures", "EagerValues", "GlobalValues", "LocalRules", "guard_methods"]
+__all__ = ["Captures", "EagerValues", "GlobalValues"]
 
 T = torch.Tensor
 _HOST_READS: dict[Any, str] = {
@@ -46,10 +41,7 @@ _HOST_READS: dict[Any, str] = {
     T.is_nonzero: ".is_nonzero()",
     torch.is_nonzero: "torch.is_nonzero",
 }
-_READ_FIX = {
-    "if": "choose with torch.where(condition, a, b), or make the value static (static_argnums)",
-    "other": "return the value from the step and read it outside, or print it with px.debug.print",
-}
+_IF_FIX = "choose with torch.where(condition, a, b), or make the value static (static_argnums)"
 _RANDOM = {
     torch.rand,
     torch.randn,
@@ -78,25 +70,6 @@ _DROPOUTS = {
     for module in (torch, torch.nn.functional)
     for name in dir(module)
     if name.rstrip("_") in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-}
-_RANDOM_ATEN = {
-    "aten::native_dropout",
-    "aten::rand",
-    "aten::randn",
-    "aten::randint",
-    "aten::randperm",
-    "aten::bernoulli",
-    "aten::normal",
-    "aten::multinomial",
-    "aten::uniform",
-}
-_DATA_DEPENDENT = {
-    "aten::_local_scalar_dense": "reads a value on the host",
-    "aten::equal": "reads a value on the host",
-    "aten::nonzero": "gives a shape that depends on values",
-    "aten::masked_select": "gives a shape that depends on values",
-    "aten::_unique2": "gives a shape that depends on values",
-    "aten::unique_dim": "gives a shape that depends on values",
 }
 
 
@@ -154,6 +127,8 @@ class GlobalValues(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE:
             return func(*args, **kwargs)
         self.trace.at_source(user_source(2))
+        if func in _HOST_READS and not any(_is_traced(a) for a in args):
+            return self._read_constant(func, args, kwargs)
         self._refuse(func, args, kwargs)
         with tc.DisableTorchFunctionSubclass():
             args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
@@ -163,13 +138,13 @@ class GlobalValues(TorchFunctionMode):
         return out
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
-        if func in _HOST_READS and any(isinstance(a, DTensor) or tc.is_fake(a) for a in args):
+        if func in _HOST_READS:
             what = _HOST_READS[func]
             raise HostReadError(
                 f"{self.trace.name} reads a traced value on the host: {what}",
                 got=f"{describe(args[0])}, whose value is known only when the step runs",
                 source=self.trace.origin.source,
-                fix=_READ_FIX["if" if what.startswith("`if") else "other"],
+                fix=_IF_FIX if what.startswith("`if") else READ_FIX,
             )
         dropout = (
             func in _DROPOUTS
@@ -177,11 +152,15 @@ class GlobalValues(TorchFunctionMode):
             and _argument(args, kwargs, 2, "training", True)
         )
         if func in _RANDOM or dropout:
-            raise RandomnessError(
-                f"{self.trace.name} draws random numbers without a key: {getattr(func, '__name__', func)}",
-                source=self.trace.origin.source,
-                fix="pass a key and draw with px.random (px.random.normal(key, shape), px.random.dropout(key, x, rate))",
-            )
+            refuse_randomness(self.trace, getattr(func, "__name__", str(func)))
+
+    def _read_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Reads captured plain tensors, whose values are there; they must not change afterwards."""
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                self.captures.replica(value, self.trace)
+        with tc.no_dispatch_modes():
+            return func(*args, **kwargs)
 
     def _enter(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, tc.AsyncCollectiveTensor):
@@ -242,10 +221,20 @@ class EagerValues(TorchFunctionMode):
 
     def replicated(self, value: torch.Tensor) -> Any:
         """A tensor as a global value."""
-        if isinstance(value, (DTensor, tc.AsyncCollectiveTensor)):
+        if isinstance(value, tc.AsyncCollectiveTensor):
             return value
+        if isinstance(value, DTensor):
+            # As a plain DTensor: the simulated ranks' mode is on already.
+            return value if type(value) is DTensor else tc.wrap_local(value._local_tensor, value._spec)
         spec = tc.make_spec(self.trace.view, self.replicate, value.shape, contiguous_strides(value.shape), value.dtype)
         return tc.wrap_local(value.detach(), spec, requires_grad=value.requires_grad)
+
+    def argument(self, value: torch.Tensor, argument: Any) -> Any:
+        """An argument, as it is called inside."""
+        local = value._local_tensor if isinstance(value, DTensor) else value.detach()
+        placements = trace_placements(argument.spec, self.trace.mesh)
+        strides = contiguous_strides(value.shape)
+        return tc.wrap_local(local, tc.make_spec(self.trace.view, placements, value.shape, strides, value.dtype))
 
 
 class _BackwardSources:
@@ -265,6 +254,10 @@ class _BackwardSources:
             self.known[id(node)] = node
             node.register_prehook(lambda _, source=source: trace.at_source(source))
             stack.extend(before for before, _ in node.next_functions)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, DTensor) or tc.is_fake(value)
 
 
 def _argument(args: Any, kwargs: Any, index: int, name: str, default: Any) -> Any:
@@ -287,117 +280,3 @@ _PASSIVE = {
     T.backward,
     T.requires_grad_,
 }
-
-
-class LocalRules(TorchDispatchMode):
-    """Rules for the operators on local tensors.
-
-    Args:
-        trace: the running trace.
-        frozen: storage of an argument or a captured value -> how it is called in messages.
-    """
-
-    def __init__(self, trace: TraceContext, frozen: Callable[[int], str | None]):
-        super().__init__()
-        self.trace, self.frozen = trace, frozen
-        self._passing = False
-
-    def _pass_on(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """DTensor's dispatch, with these rules for the local operators inside."""
-        self._passing = True
-        try:
-            with self:
-                return func(*args, **kwargs)
-        finally:
-            self._passing = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(t, DTensor) for t in types):
-            if self._passing:
-                self._passing = False
-                return NotImplemented
-            return run_somewhere(self._pass_on, func, args, kwargs, self.trace)
-        name = func._schema.name
-        if name in _DATA_DEPENDENT:
-            raise HostReadError(
-                f"{self.trace.name} calls {name.removeprefix('aten::')}, which {_DATA_DEPENDENT[name]}",
-                source=self.trace.origin.source,
-                fix=_READ_FIX["other"] + "; for shapes, mask with torch.where instead of selecting",
-            )
-        if name in _RANDOM_ATEN:
-            raise RandomnessError(
-                f"{self.trace.name} draws random numbers without a key: {name}",
-                source=self.trace.origin.source,
-                fix="pass a key and draw with px.random",
-            )
-        if func._schema.is_mutable:
-            self._check_write(func, args, kwargs)
-        if func is torch.ops.aten.view.default and not _viewable(args[0], args[1]):
-            return torch.ops.aten.view.default(args[0].contiguous(), args[1])
-        return func(*args, **kwargs)
-
-    def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        for i, formal in enumerate(func._schema.arguments):
-            value = args[i] if i < len(args) else kwargs.get(formal.name)
-            if formal.alias_info is None or not formal.alias_info.is_write or not isinstance(value, torch.Tensor):
-                continue
-            called = self.frozen(tc.storage_id(value))
-            if called is not None:
-                raise MutationError(
-                    f"{self.trace.name} writes in place into {called}",
-                    got=f"{func._schema.name.removeprefix('aten::')} on {describe(value)}",
-                    source=self.trace.origin.source,
-                    fix="make a new value (x = x + 1 instead of x += 1), or write into a clone()",
-                )
-
-
-def _viewable(value: torch.Tensor, size: Any) -> bool:
-    try:
-        with tc.no_dispatch():
-            torch.empty_strided(value.shape, value.stride(), device="meta").view(size)
-        return True
-    except RuntimeError:
-        return False
-
-
-def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None]:
-    """Replaces DTensor's methods that bypass `__torch_function__`, for as long as a step is traced; returns the undo.
-
-    `redistribute` works on local tensors, so our mode must not see its inside; `to_local` and `full_tensor` take a
-    global value apart, which user code may not do (`refuse`).
-    """
-    originals = {name: getattr(DTensor, name) for name in ("redistribute", "to_local", "full_tensor")}
-
-    def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        with tc.DisableTorchFunction():
-            return originals["redistribute"](self, *args, **kwargs)
-
-    def refusing(name: str) -> Any:
-        def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-            if not refuse or called_by_library(sys._getframe(1)):
-                with tc.DisableTorchFunction():
-                    return originals[name](self, *args, **kwargs)
-            raise TraceError(
-                f"{trace.name} takes a global value apart: .{name}()",
-                source=user_source(2),
-                fix="use px.reshard to change its placement; per-shard code belongs in shard_map",
-            )
-
-        return method
-
-    replacements = {
-        "redistribute": redistribute,
-        "to_local": refusing("to_local"),
-        "full_tensor": refusing("full_tensor"),
-    }
-    for name, method in replacements.items():
-        setattr(DTensor, name, method)
-    undo_strided = make_strided_shards_traceable()
-
-    def undo() -> None:
-        undo_strided()
-        for name, original in originals.items():
-            setattr(DTensor, name, original)
-
-    return undo

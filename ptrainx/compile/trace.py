@@ -12,27 +12,43 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ptrainx.compile.guards import Captures, GlobalValues, LocalRules, guard_methods
+from ptrainx.compile.guards import Captures, GlobalValues
+from ptrainx.compile.rules import LocalRules, guard_methods
 from ptrainx.compile.trace_view import remembered_propagation, trace_view
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
-from ptrainx.core.avals import as_tensor, is_array_like
+from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe, is_array_like
 from ptrainx.core.errors import PtrainxError, SpecError, TraceError, TreeError
-from ptrainx.core.trace_context import TraceContext
+from ptrainx.core.trace_context import TraceContext, called_by_library
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.partition_spec import PartitionSpec
-from ptrainx.mesh.placement import check_spec, contiguous_strides, local_shape, placements_of, spec_of_placements
+from ptrainx.mesh.placement import check_spec, contiguous_strides, local_shape, spec_of_placements, trace_placements
 from ptrainx.mesh.spec_tree import spread
 from ptrainx.ops.sharding_rules import install_sharding_rules
 
-__all__ = ["Argument", "Output", "Program", "RankGraph", "place_outputs", "trace_program"]
+__all__ = [
+    "Argument",
+    "Output",
+    "Program",
+    "RankGraph",
+    "place_outputs",
+    "sums_only",
+    "trace_program",
+    "tracing_alone",
+]
+
+
+tracing_alone = threading.RLock()
+"""Held while a step is traced, which changes how DTensor works for the whole process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +75,10 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is traced: `call(leaves)` runs the user's function on the dynamic leaves of its arguments."""
+    """What is traced: `call(leaves)` runs the user's function on the dynamic leaves of its arguments.
+
+    `flatten(*args, **kwargs)` takes the arguments of a call to those leaves, if they are like the ones traced for.
+    """
 
     name: str
     call: Callable[[list[Any]], Any]
@@ -67,6 +86,7 @@ class Program:
     out_specs: Any
     mesh: AbstractMesh
     device: torch.device
+    flatten: Callable[..., list[Any]]
 
 
 @dataclasses.dataclass
@@ -142,7 +162,7 @@ def _fake_local(argument: Argument, program: Program, fake_mode: Any) -> torch.T
 
 
 def _spec(argument: Argument, program: Program, view: Any) -> Any:
-    placements = placements_of(argument.spec, program.mesh)
+    placements = trace_placements(argument.spec, program.mesh)
     return tc.make_spec(view, placements, argument.shape, contiguous_strides(argument.shape), argument.dtype)
 
 
@@ -155,45 +175,66 @@ def place_outputs(
     """
     pairs, treedef = px_tree.flatten_with_path(result)
     chosen = spread(program.out_specs, result, "result")
-    replicate = (Replicate(),) * trace.view.ndim
     values, outputs = [], []
     for (path, leaf), wanted in zip(pairs, chosen):
         where = px_tree.path_expr(path, "result")
         value = _as_global(leaf, where, program, trace, replica)
-        if wanted is None or value.ndim == 0:
-            placements = tuple(Replicate() if p.is_partial() else p for p in value.placements)
-            reason = "a sum owed in the result"
-            if any(tc.is_strided_shard(p) for p in placements):
-                # What a view has made of a sharded dim: no spec says it, the axes in mesh order come closest.
-                placements = tuple(Shard(p.dim) if tc.is_strided_shard(p) else p for p in placements)  # type: ignore[attr-defined]
-                reason = "a placement in the result that no spec can say"
-            if wanted is not None:
-                check_spec(wanted, program.mesh, value.shape, where)
-                placements = placements_of(wanted, program.mesh) if wanted.unreduced else replicate
-        else:
-            check_spec(wanted, program.mesh, value.shape, where)
-            placements, reason = placements_of(wanted, program.mesh), f"out_specs {wanted} of {where}"
+        spec, placements, reason = _destination(value, wanted, program, where)
         if tuple(value.placements) != placements:
             with trace.marked(asked=True, reason=reason):
                 value = _redistribute_output(value, placements, trace, where)
-        spec = spec_of_placements(value.placements, program.mesh.axis_names, value.ndim)
         outputs.append(Output(where, tuple(value.shape), value.dtype, spec))
         values.append(value)
     return values, treedef, tuple(outputs)
 
 
+def _destination(
+    value: DTensor, wanted: PartitionSpec | None, program: Program, where: str
+) -> tuple[PartitionSpec, tuple[Any, ...], str]:
+    """(spec, placements, reason) of an output."""
+    mesh = program.mesh
+    if wanted is not None:
+        check_spec(wanted, mesh, value.shape, where)
+        if value.ndim == 0:
+            wanted = PartitionSpec(unreduced=wanted.unreduced)
+        return wanted, trace_placements(wanted, mesh), f"out_specs {wanted} of {where}"
+    placements, reason = list(value.placements), "a sum owed in the result"
+    if any(tc.is_strided_shard(p) for p in placements):
+        # What a view has made of a sharded dim: no spec says it; the same axes in mesh order come closest.
+        placements = [Shard(p.dim) if tc.is_strided_shard(p) else p for p in placements]  # type: ignore[attr-defined]
+        reason = "a placement in the result that no spec can say"
+    placements = [Replicate() if p.is_partial() or value.ndim == 0 else p for p in placements]
+    return spec_of_placements(placements, mesh.axis_names, value.ndim), tuple(placements), reason
+
+
 def _redistribute_output(value: DTensor, placements: tuple, trace: TraceContext, where: str) -> DTensor:
-    owed = [i for i, p in enumerate(placements) if p.is_partial() and not value.placements[i].is_partial()]
+    value = sums_only(value, placements)
+    owed = [i for i, p in enumerate(placements) if p.is_partial() and not value.placements[i].is_partial("sum")]
     if owed:
         raise SpecError(
             f"{where} owes no sum over {[trace.mesh.axis_names[i] for i in owed]}",
-            got=str(spec_of_placements(value.placements, trace.mesh.axis_names, value.ndim)),
+            got=", ".join(f"{axis}: {p}" for axis, p in zip(trace.mesh.axis_names, value.placements)),
             fix="leave the axes out of unreduced=",
         )
     if any(tc.is_strided_shard(p) for p in value.placements):
         # Not from strided to plain shards at once: torch has no way there.
         value = value.redistribute(trace.view, [Replicate() if tc.is_strided_shard(p) else p for p in value.placements])
     return value.redistribute(trace.view, placements)
+
+
+def sums_only(value: DTensor, placements: tuple) -> DTensor:
+    """A value whose owed averages are owed sums, where `placements` leaves them owed."""
+    averages = [
+        i for i, (p, q) in enumerate(zip(value.placements, placements)) if p.is_partial("avg") and q.is_partial()
+    ]
+    if not averages:
+        return value
+    mesh, spec = value.device_mesh, value._spec
+    n = math.prod(mesh.size(i) for i in averages)
+    owed = tuple(Partial("sum") if i in averages else p for i, p in enumerate(value.placements))
+    return tc.wrap_local(
+        value._local_tensor / n, tc.make_spec(mesh, owed, value.shape, spec.tensor_meta.stride, value.dtype)
+    )
 
 
 def _as_global(
@@ -246,15 +287,23 @@ def _tracing_environment(trace: TraceContext) -> Iterator[None]:
         with trace.marked(asked=False, reason=reason):
             return dispatch(op_info, *rest, **kwargs)
 
+    with tracing_alone, _replaced(trace, implied), remembered_propagation(trace.view), trace.active():
+        with torch.fx.traceback.preserve_node_meta(), _quiet():
+            try:
+                trace.set_origin(trace.origin)
+                yield
+            finally:
+                torch.fx.traceback.get_current_meta().pop("custom", None)
+
+
+@contextlib.contextmanager
+def _replaced(trace: TraceContext, implied: Any) -> Iterator[None]:
     undo_access = guard_methods(trace)
     before_hook = tc.set_redistribute_hook(implied)
     before_implicit = tc.set_implicit_replication(True)
     try:
-        with remembered_propagation(trace.view), trace.active(), torch.fx.traceback.preserve_node_meta(), _quiet():
-            trace.set_origin(trace.origin)
-            yield
+        yield
     finally:
-        torch.fx.traceback.get_current_meta().pop("custom", None)
         tc.set_implicit_replication(before_implicit)
         tc.restore_redistribute_hook(before_hook)
         undo_access()
@@ -276,21 +325,35 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(program: Program, trace: TraceContext) -> Iterator[None]:
-    """Our errors pass; torch's about sharding get the user's line."""
+    """What user code raises passes; ours, where torch has wrapped it, is unwrapped; torch's gets the user's line."""
     try:
         yield
     except PtrainxError:
         raise
     except Exception as error:
-        cause: BaseException | None = error
+        if not _raised_by_library(error):
+            raise
+        cause: BaseException | None = error.__cause__
         while cause is not None and not isinstance(cause, PtrainxError):
-            cause = cause.__cause__ or cause.__context__
+            cause = cause.__cause__
         if cause is not None:
-            raise cause from error
-        if "harding" in str(error) or "DTensor" in str(error) or "redistribute" in str(error):
+            raise cause from None
+        if "harding propagation failed" in str(error) or "redistribute" in str(error):
             raise TraceError(
                 f"{program.name} can't be partitioned over {program.mesh}: {str(error).splitlines()[0]}",
                 source=trace.origin.source,
                 fix="constrain the operands' placement with px.reshard before this line, or change their specs",
             ) from error
+        arguments = [f"{a.path}: {describe(ShapeDtypeStruct(a.shape, a.dtype))}" for a in program.arguments]
+        more = ", ..." if len(arguments) > 8 else ""
+        error.add_note(
+            f"while {program.name} was traced at {trace.origin.source}, with arguments {', '.join(arguments[:8])}{more}"
+        )
         raise
+
+
+def _raised_by_library(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and called_by_library(trace.tb_frame)
