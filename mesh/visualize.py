@@ -147,7 +147,14 @@ class ShardingView:
         """The picture in box-drawing characters, with ANSI colors if asked for; legible without them."""
         out = io.StringIO()
         system = "truecolor" if color else None
-        console = Console(file=out, width=width, force_terminal=color, color_system=system, legacy_windows=False)  # type: ignore[arg-type]
+        console = Console(  # in a notebook, rich would display the picture instead of writing it
+            file=out,
+            width=width,
+            force_terminal=color,
+            force_jupyter=False,
+            color_system=system,  # type: ignore[arg-type]
+            legacy_windows=False,
+        )
         console.print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
