@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
+from ptrainx.compile.global_forms import GLOBAL_FORMS
 from ptrainx.compile.rules import READ_FIX, refuse_randomness
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
@@ -132,7 +133,7 @@ class GlobalValues(TorchFunctionMode):
         self._refuse(func, args, kwargs)
         with tc.DisableTorchFunctionSubclass():
             args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
-            out = self._leave(func(*args, **kwargs))
+            out = self._leave(GLOBAL_FORMS.get(func, func)(*args, **kwargs))
         if torch.is_grad_enabled():
             self.backward_sources.tag(out, self.trace)
         return out
@@ -203,7 +204,7 @@ class EagerValues(TorchFunctionMode):
             return func(*args, **kwargs)
         with tc.DisableTorchFunctionSubclass():
             args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
-            return self._leave(func(*args, **kwargs))
+            return self._leave(GLOBAL_FORMS.get(func, func)(*args, **kwargs))
 
     def _enter(self, value: Any) -> Any:
         return self.replicated(value) if isinstance(value, torch.Tensor) else value

@@ -8,6 +8,7 @@ leads to them.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -53,14 +54,16 @@ def _buckets(nodes: list[Node], position: dict[Node, int]) -> Iterable[list[Node
     for candidates in kinds.values():
         candidates.sort(key=lambda n: position[n.args[0]])  # type: ignore[index]
         bucket: list[Node] = []
-        size = 0
+        size, needed = 0, math.inf
         for node in candidates:
             bytes_ = _value(node.args[0]).numel() * _value(node.args[0]).element_size()
-            if bucket and size + bytes_ > BUCKET_BYTES:
+            # A bucket runs behind its last operand, which has to come before the first reader of any result.
+            if bucket and (size + bytes_ > BUCKET_BYTES or position[node.args[0]] >= needed):  # type: ignore[index]
                 yield bucket
-                bucket, size = [], 0
+                bucket, size, needed = [], 0, math.inf
             bucket.append(node)
             size += bytes_
+            needed = min([needed, *(position[reader] for wait in node.users for reader in wait.users)])
         yield bucket
 
 
@@ -88,8 +91,7 @@ def _merge(graph: Graph, members: list[Node], position: dict[Node, int]) -> None
         wait.replace_all_uses_with(part)
         graph.erase_node(wait)
         graph.erase_node(member)
-    for node in emit.made:
-        position[node] = position[last]
+    position.update((node, i) for i, node in enumerate(graph.nodes))
 
 
 def _last_placeholder(graph: Graph) -> Node:
@@ -106,7 +108,6 @@ class _Emitter:
 
     def __init__(self, graph: Graph, anchor: Node, origin: Origin):
         self.graph, self.anchor, self.origin = graph, anchor, origin
-        self.made: list[Node] = []
 
     def __call__(self, target: Any, *args: Any) -> Node:
         with self.graph.inserting_after(self.anchor):
@@ -115,5 +116,4 @@ class _Emitter:
         node.meta["val"] = target(*values)
         node.meta["custom"] = {"origin": self.origin}
         self.anchor = node
-        self.made.append(node)
         return node

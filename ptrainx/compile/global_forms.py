@@ -1,0 +1,61 @@
+"""Functions that torch computes in one opaque kernel, written for global values.
+
+A kernel that writes into its operands without saying so can't be traced over shards. Here it is a few operators whose
+sums go over the whole batch, wherever its rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["GLOBAL_FORMS", "batch_norm"]
+
+
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`torch.nn.functional.batch_norm`; in training, means and variances are of the global batch.
+
+    Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167.
+    """
+    dims = [d for d in range(input.ndim) if d != 1]
+    shape = [1, -1] + [1] * (input.ndim - 2)
+    if training:
+        count = input.numel() // input.shape[1]
+        mean = input.mean(dims)
+        centred = input - mean.reshape(shape)
+        var = (centred * centred).mean(dims)
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.copy_(running_mean * (1 - momentum) + momentum * mean)
+                running_var.copy_(running_var * (1 - momentum) + momentum * var * (count / max(count - 1, 1)))
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        centred, var = input - running_mean.reshape(shape), running_var
+    out = centred * torch.rsqrt(var.reshape(shape) + eps)
+    if weight is not None:
+        out = out * weight.reshape(shape)
+    return out if bias is None else out + bias.reshape(shape)
+
+
+def _batch_norm(
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn: bool
+) -> torch.Tensor:
+    """`torch.batch_norm`, whose arguments are in another order."""
+    return batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+
+
+GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {F.batch_norm: batch_norm, torch.batch_norm: _batch_norm}
+"""Function -> how it is computed where its arguments are global values."""
