@@ -27,7 +27,7 @@ __all__ = ["main"]
 SIZES_BY_DEFAULT = ("tiny", "small", "deep")
 STEPS = {"tiny": 10, "small": 2, "wide": 3, "deep": 2}
 WIDTH = 110  # of tables that go into a file
-ROUNDS = {"tiny": 24, "small": 8, "wide": 12, "deep": 8}
+ROUNDS = {"tiny": 12, "small": 8, "wide": 12, "deep": 8}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Processes() as processes:
         for size in options.sizes:
             with progress.status(size) as status:
+                tell = status.update if progress.is_terminal else progress.print
                 found = compare(
-                    processes, size, options.contenders, steps=steps[size], rounds=rounds[size], report=status.update
+                    processes, size, options.contenders, steps=steps[size], rounds=rounds[size], report=tell
                 )
             comparisons.append(found)
             console.print(table(found))

@@ -31,6 +31,8 @@ class Row(NamedTuple):
         losses: first, and that of step 23.
         start_s: seconds up to the end of the first step.
         rounds: seconds a step, one median for each round; of the slower rank, where there are two.
+        cpu: processor seconds a step, one mean for each round; of all processes and threads. Others' load on the
+            machine hardly touches it.
     """
 
     name: str
@@ -38,11 +40,17 @@ class Row(NamedTuple):
     losses: tuple[float, float] | None = None
     start_s: float | None = None
     rounds: tuple[float, ...] = ()
+    cpu: tuple[float, ...] = ()
 
     @property
     def ms(self) -> float | None:
         """Median milliseconds a step."""
         return statistics.median(self.rounds) * 1e3 if self.rounds else None
+
+    @property
+    def cpu_ms(self) -> float | None:
+        """Median processor milliseconds a step."""
+        return statistics.median(self.cpu) * 1e3 if self.cpu else None
 
 
 class Ratio(NamedTuple):
@@ -104,16 +112,18 @@ def compare(
     rows = _build_all(processes, size, names, (first, last), report)
     running = [name for name in names if rows[name].status == "ok"]
     times: dict[str, list[float]] = {name: [] for name in running}
+    used: dict[str, list[float]] = {name: [] for name in running}
     for number in range(rounds):
         for name in running if number % 2 == 0 else running[::-1]:
             answers = processes.call(ROSTER[name].runs_in, VISIT_TIMEOUT, "visit", name, steps)
-            times[name].append(statistics.median(map(max, zip(*answers))))
+            times[name].append(statistics.median(map(max, zip(*(wall for wall, _ in answers)))))
+            used[name].append(sum(cpu for _, cpu in answers))
         report(f"{size}: round {number + 1} of {rounds}")
     for group in {ROSTER[name].runs_in for name in running}:
         processes.call(group, VISIT_TIMEOUT, "drop")
-    return Comparison(
-        size, (first, last), tuple(rows[name]._replace(rounds=tuple(times.get(name, ()))) for name in names)
-    )
+    for name in running:
+        rows[name] = rows[name]._replace(rounds=tuple(times[name]), cpu=tuple(used[name]))
+    return Comparison(size, (first, last), tuple(rows[name] for name in names))
 
 
 def _build_all(

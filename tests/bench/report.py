@@ -37,6 +37,7 @@ def table(comparison: Comparison) -> Table:
     grid.add_column(f"loss 1, {STEPS_TO_LOSS}", no_wrap=True)
     grid.add_column("start s", justify="right", no_wrap=True)
     grid.add_column("ms/step", justify="right", no_wrap=True)
+    grid.add_column("cpu ms", justify="right", no_wrap=True)
     for base in BASES:
         grid.add_column(f"x {base}", justify="right", no_wrap=True)
     for row in comparison.rows:
@@ -48,9 +49,9 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
     shown = (row.losses or ())[: 2 if ROSTER[row.name].same_losses else 1]
     losses = " ".join(f"{loss:.5f}" for loss in shown) or "-"
     if row.status != "ok":
-        return [losses, "-", "[red]MISMATCH[/red]" if row.status == MISMATCH else "not run", "-", "-"]
+        return [losses, "-", "[red]MISMATCH[/red]" if row.status == MISMATCH else "not run", "-", "-", "-"]
     ratios = [_ratio(comparison.ratio(row.name, base)) for base in BASES]
-    return [losses, f"{row.start_s:.1f}", f"{row.ms:.2f}", *ratios]
+    return [losses, f"{row.start_s:.1f}", f"{row.ms:.2f}", f"{row.cpu_ms:.2f}", *ratios]
 
 
 def _ratio(ratio: Ratio | None) -> str:
@@ -105,6 +106,7 @@ def _row_json(comparison: Comparison, row: Row) -> dict[str, Any]:
         "losses": None if row.losses is None else list(row.losses),
         "start_s": row.start_s,
         "step_ms": row.ms,
+        "cpu_ms": row.cpu_ms,
         "rounds_ms": [seconds * 1e3 for seconds in row.rounds],
         **{name: None if ratio is None else ratio._asdict() for name, ratio in ratios.items()},
     }

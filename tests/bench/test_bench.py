@@ -50,7 +50,7 @@ def test_a_minimal_run_agrees_in_losses_and_writes_json(tmp_path: Path, capsys: 
         assert row["status"] == "ok"
         assert row["losses"] == pytest.approx(tiny["reference_losses"], rel=1e-4)
         assert len(row["rounds_ms"]) == 2
-        assert all(math.isfinite(ms) and ms > 0 for ms in (*row["rounds_ms"], row["step_ms"]))
+        assert all(math.isfinite(ms) and ms > 0 for ms in (*row["rounds_ms"], row["step_ms"], row["cpu_ms"]))
         assert row["x_dtensor"] is None  # was not asked for
     assert tiny["contenders"][0]["x_ddp"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert {"cpu", "cores", "torch"} <= found["machine"].keys()
@@ -105,7 +105,7 @@ class Canned:
             return [{"start_s": 1.0, "losses": list(result)}]
         if method == "visit":
             self.visits.append(arguments[0])
-            return [[2.0, 4.0, 3.0]]
+            return [([2.0, 4.0, 3.0], 5.0)]
         return [None]
 
     def end(self, group: str) -> None:
@@ -121,7 +121,7 @@ def run_canned(results: dict[str, Any]) -> tuple[Canned, dict[str, Row]]:
 def test_contenders_take_turns_forwards_and_backwards() -> None:
     canned, rows = run_canned({"ddp": RIGHT, "fsdp2": RIGHT, "ptrainx": RIGHT})
     assert canned.visits == ["ddp", "fsdp2", "ptrainx", "ptrainx", "fsdp2", "ddp"]
-    assert rows["ddp"].rounds == (3.0, 3.0)
+    assert (rows["ddp"].rounds, rows["ddp"].cpu) == ((3.0, 3.0), (5.0, 5.0))
 
 
 def test_no_time_is_told_of_wrong_losses() -> None:

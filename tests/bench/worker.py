@@ -45,22 +45,24 @@ class Runner:
         losses += [float(step()) for _ in range(steps - 1)]
         return {"start_s": start_s, "losses": losses}
 
-    def visit(self, name: str, steps: int) -> list[float]:
-        """Seconds of each of the next steps. One more comes first, untimed: another contender has had the caches.
+    def visit(self, name: str, steps: int) -> tuple[list[float], float]:
+        """Seconds of each of the next steps, and processor seconds a step.
 
-        Garbage is collected before, so in no contender's time.
+        One more step comes first, untimed: another contender has had the caches. Garbage is collected before, so in no
+        contender's time.
         """
-        step, times = self.steps[name], []
+        step, times, used = self.steps[name], [], 0.0
         gc.collect()
         gc.disable()
         step()
         for _ in range(steps):
             self.barrier()
-            begin = time.perf_counter()
+            begin, begin_used = time.perf_counter(), time.process_time()
             step()
             times.append(time.perf_counter() - begin)
+            used += time.process_time() - begin_used
         gc.enable()
-        return times
+        return times, used / steps
 
     def drop(self, *names: str) -> None:
         """Forgets contenders; all, without names."""
@@ -71,7 +73,7 @@ class Runner:
 
 def _serve(runner: Runner, pipe: Connection) -> None:
     pipe.send(("ok", None))
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             method, *arguments = pipe.recv()
             try:
