@@ -60,7 +60,8 @@ class Agreement:
             members = (mesh.epoch, tuple(mesh.device_mesh.mesh.flatten().tolist()))
             _counts[members] += 1
             self.number = _counts[members]
-            self.room = f"ptrainx/agree/{mesh.epoch}/{'-'.join(map(str, members[1]))}"
+            # The store is new for each world; how many worlds a process has seen is its own affair.
+            self.room = f"ptrainx/agree/{'-'.join(map(str, members[1]))}"
             self.prefix = f"{self.room}/{self.number}"
             self.store = tc.default_store()
 
