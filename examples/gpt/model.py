@@ -41,7 +41,7 @@ class Config:
         span: bytes that the input layer puts together: the byte itself and those before it.
     """
 
-    width: int = 192
+    width: int = 128
     layers: int = 4
     heads: int = 4
     context: int = 128

@@ -187,9 +187,14 @@ def finish(out: Path, params: Any, config: Config, val_loss: float, seed: int) -
         print(f"no loss.png: {error}")
     print(f"a sample:\n{'-' * 80}")
     text = generate(params, config, px.random.fold_in(px.random.key(seed), 1), SAMPLE)
-    print(text.decode(errors="replace").strip("\n"))
+    print(readable(text))
     print("-" * 80)
     print(f"in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+
+
+def readable(text: bytes) -> str:
+    """Text for a terminal: what an untrained model writes would else move the cursor and change colours."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.decode(errors="replace")).strip("\n")
 
 
 if __name__ == "__main__":
