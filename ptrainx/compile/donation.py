@@ -88,13 +88,15 @@ def refuse(value: Any) -> NoReturn:
     )
 
 
-def retire(leaves: Sequence[Any], donated: Sequence[int], program: Program) -> None:
-    """Makes the donated leaves unusable, and lets go of their memory."""
-    for i in donated:
+def retire(leaves: Sequence[Any], names: Sequence[tuple[int, str]]) -> None:
+    """Makes donated leaves unusable, and lets go of their memory.
+
+    Args:
+        leaves: of a call.
+        names: (index of a donated leaf, how it is called in messages).
+    """
+    for i, called in names:
         leaf = leaves[i]
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        called = f"argument {program.arguments[i].path} of {program.name}"
         if isinstance(leaf, DTensor):
             leaf.__class__ = DonatedDTensor
             leaf._local_tensor = None  # type: ignore[assignment]
@@ -102,7 +104,14 @@ def retire(leaves: Sequence[Any], donated: Sequence[int], program: Program) -> N
             # It keeps its shape and dtype, over a single element of memory.
             leaf.data = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
             leaf.__class__ = DonatedTensor
+        else:
+            continue
         leaf._donated_as = called  # type: ignore[attr-defined]
+
+
+def donated_names(program: Program) -> list[tuple[int, str]]:
+    """(index, name for messages) of each donated argument."""
+    return [(i, f"argument {a.path} of {program.name}") for i, a in enumerate(program.arguments) if a.donated]
 
 
 def exclusive(local: torch.Tensor, leaf: Any) -> torch.Tensor:

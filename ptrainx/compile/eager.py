@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrainx.compile.donation import check_donation, retire
+from ptrainx.compile.donation import check_donation, donated_names, retire
 from ptrainx.compile.guards import EagerValues
 from ptrainx.compile.rules import LocalRules, guard_methods, storages
 from ptrainx.compile.trace import Program, place_outputs, tracing_alone
@@ -55,7 +55,7 @@ class EagerProgram:
             with rules:
                 outs, treedef, outputs = place_outputs(result, self.program, trace, values.replicated)
                 finished = [self._finish(out, o.spec) for out, o in zip(outs, outputs)]
-        retire(leaves, self.donated, self.program)
+        retire(leaves, donated_names(self.program))
         return px_tree.unflatten(treedef, finished)
 
     def _place(self, leaf: Any, spec: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrainx.compile.channel import open_channels
-from ptrainx.compile.donation import check_donation, exclusive, is_donated, refuse, retire
+from ptrainx.compile.donation import check_donation, donated_names, exclusive, is_donated, refuse, retire
 from ptrainx.compile.lockstep import Lockstep
 from ptrainx.compile.lower import generate
 from ptrainx.compile.trace import Argument, Program, RankGraph
@@ -51,6 +51,7 @@ class Executable:
             if version is not None
         ]
         self.donated = [i for i, a in enumerate(program.arguments) if a.donated]
+        self.donated_names = donated_names(program)
         donated = set(self.donated)
         self.simulated = self.mesh.simulated
         if self.simulated:
@@ -74,25 +75,44 @@ class Executable:
             if captured._version != version:
                 self._refuse_changed(captured)
         with torch.no_grad():
-            if self.donated:
-                check_donation(leaves, self.donated, self.program)
             if self.simulated:
                 return self._call_simulated(leaves)
             args = [
                 leaf._local_tensor if isinstance(leaf, DTensor) else shard(leaf, 0)
                 for leaf, shard in zip(leaves, self.shards)
             ]
-            args.extend(_local(c) for c in self.captures[0])
-            args = [a if a.is_contiguous() else a.contiguous() for a in map(_settled, args)]
+            args.extend([_local(c) for c in self.captures[0]])
+            args = [a if type(a) is torch.Tensor and a.is_contiguous() else _settled(a) for a in args]
             if self.donated:
-                for i in self.donated:
-                    args[i] = exclusive(args[i], leaves[i])
-                retire(leaves, self.donated, self.program)
+                self._take(leaves, args)
+                retire(leaves, self.donated_names)
             outs = self.step(args)
         return px_tree.unflatten(
             self.out_tree,
             [out if spec is None else tc.wrap_local(out, spec) for out, spec in zip(outs, self.out_specs)],
         )
+
+    def _take(self, leaves: list[Any], args: Locals) -> None:
+        """Makes sure that nobody else sees the memory of donated leaves; refuses leaves that share it.
+
+        Counting who sees a leaf's memory settles most of them; only where somebody else does, all leaves are compared.
+        """
+        doubtful, shared = [], False
+        seen: set[int] = set()
+        for i in self.donated:
+            if isinstance(leaves[i], DTensor):
+                if tc.storage_users(args[i]) > 1:
+                    doubtful.append(i)
+                    shared = True
+            else:
+                doubtful.append(i)
+                storage = tc.storage_id(args[i])
+                shared = shared or storage in seen or tc.storage_users(args[i]) > 2
+                seen.add(storage)
+        if shared:
+            check_donation(leaves, self.donated, self.program)
+        for i in doubtful:
+            args[i] = exclusive(args[i], leaves[i])
 
     def _call_simulated(self, leaves: list[Any]) -> Any:
         ranks = self.mesh.ranks
@@ -104,13 +124,14 @@ class Executable:
         for rank, own in zip(ranks, args):
             own.extend(_on_rank(captured, rank) for captured in self.captures[rank])
         if self.donated:
+            check_donation(leaves, self.donated, self.program)
             for i in self.donated:
                 seen: set[int] = set()
                 for own in args:
                     shared = tc.storage_id(own[i]) in seen
                     own[i] = own[i].clone() if shared else exclusive(own[i], leaves[i])
                     seen.add(tc.storage_id(own[i]))
-            retire(leaves, self.donated, self.program)
+            retire(leaves, self.donated_names)
         del columns
         outs = self.lockstep.run(args)
         return px_tree.unflatten(
@@ -158,5 +179,5 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 
 def _settled(value: torch.Tensor) -> torch.Tensor:
-    """Eager collectives leave tensors that have to be waited for."""
-    return value.wait() if isinstance(value, tc.AsyncCollectiveTensor) else value
+    """Contiguous, and there: eager collectives leave tensors that have to be waited for."""
+    return (value.wait() if isinstance(value, tc.AsyncCollectiveTensor) else value).contiguous()

@@ -21,6 +21,7 @@ from ptrainx.compile.fallback import run_somewhere
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
+from ptrainx.core.torch_compat_partial import make_addends_exact
 from ptrainx.core.torch_compat_strided import make_strided_shards_traceable
 from ptrainx.core.trace_context import TraceContext, called_by_library, current_trace, user_source
 
@@ -197,9 +198,11 @@ def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None
     for name in names[1:]:
         setattr(DTensor, name, refusing(name))
     undo_strided = make_strided_shards_traceable()
+    undo_addends = make_addends_exact()
 
     def undo() -> None:
         undo_strided()
+        undo_addends()
         for name, original in originals.items():
             setattr(DTensor, name, original)
 

@@ -52,8 +52,8 @@ __all__ = [
     "is_strided_shard",
     "make_spec",
     "no_dispatch",
-    "numeric_defaults",
     "no_dispatch_modes",
+    "numeric_defaults",
     "register_process_group",
     "resolve_process_group",
     "restore_redistribute_hook",
@@ -115,8 +115,8 @@ def make_spec(device_mesh: Any, placements: tuple, shape: torch.Size, stride: tu
 
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, cls: type = DTensor, requires_grad: bool = False) -> Any:
-    """A DTensor over a local tensor, without the checks of `DTensor.from_local` (1.8 instead of 15 microseconds)."""
-    return cls(local, spec, requires_grad=requires_grad)
+    """A DTensor over a local tensor, without the checks of `DTensor.from_local` and without the empty constructor."""
+    return cls.__new__(cls, local, spec, requires_grad=requires_grad)
 
 
 def set_redistribute_hook(hook: Any) -> Any:

@@ -7,6 +7,7 @@ import ptrainx as px
 from ptrainx import P
 from ptrainx.compile.graph import is_collective, is_wait, origin_of, schema_name, writes
 from ptrainx.compile.passes.bucket import bucket_reductions
+from ptrainx.compile.passes.common import share_common
 from ptrainx.compile.passes.dead import drop_dead
 from ptrainx.compile.passes.functionalize import functionalize
 from ptrainx.compile.passes.identities import drop_identities
@@ -27,7 +28,7 @@ def operators(graph):
 def same_result(fn, *args, in_specs=P("data")):
     mesh = px.make_mesh(WORLD, simulate=True)
     got = px.device_get(px.jit(fn, mesh=mesh, in_specs=in_specs)(*args))
-    for want, have in zip(px.tree.leaves(fn(*[a.clone() for a in args])), px.tree.leaves(got)):
+    for want, have in zip(px.tree.leaves(px.device_get(fn(*[a.clone() for a in args]))), px.tree.leaves(got)):
         torch.testing.assert_close(have, want)
 
 
@@ -52,6 +53,28 @@ def test_identities_go():
     graph = drop_dead(drop_identities(traced(chain, torch.arange(8.0), in_specs=P("data"))))
     assert "detach" not in operators(graph)
     same_result(chain, torch.arange(8.0))
+
+
+def twice(h, w):
+    z = h @ w  # a sum over `data` is owed
+    return torch.tanh(px.reshard(z, P())), torch.exp(px.reshard(z, P()))
+
+
+def test_what_is_computed_twice_is_computed_once():
+    h, w = torch.randn(4, 8), torch.randn(8, 4)
+    specs = (P(None, "data"), P("data"))
+    before = drop_dead(drop_identities(traced(twice, h, w, in_specs=specs)))
+    assert operators(before).count("all_reduce") > 1
+    after = drop_dead(share_common(before))
+    assert operators(after).count("all_reduce") == 1
+    same_result(twice, h, w, in_specs=specs)
+
+
+def test_numbers_of_different_types_are_different_operands():
+    def fn(x):
+        return torch.full((2,), 1) + x.sum(), torch.full((2,), 1.0) + x.sum(), torch.full((2,), True)
+
+    same_result(fn, torch.arange(4))
 
 
 def writes_temporary(x):

@@ -4,6 +4,7 @@
 |---|---|
 | `functionalize` | operators that write in place become operators that do not |
 | `drop_identities` | detach, alias and views that change nothing |
+| `share_common` | what is computed twice is computed once |
 | `drop_dead` | what nobody reads, collectives included |
 | `narrow_random` | a random draw of which a rank keeps a slice becomes a draw of the slice |
 | `bucket_reductions` | asked all-reduces over one axis share a flat buffer |

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ptrainx.compile.graph import check_legal, schema_name
 from ptrainx.compile.passes.bucket import bucket_reductions
+from ptrainx.compile.passes.common import share_common
 from ptrainx.compile.passes.dead import drop_dead
 from ptrainx.compile.passes.functionalize import functionalize
 from ptrainx.compile.passes.identities import drop_identities
@@ -25,6 +26,7 @@ def _narrow_random(graph: RankGraph) -> RankGraph:
 PASSES: tuple[Callable[[RankGraph], RankGraph], ...] = (
     functionalize,
     drop_identities,
+    share_common,
     drop_dead,
     _narrow_random,
     bucket_reductions,
