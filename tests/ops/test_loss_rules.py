@@ -11,6 +11,7 @@ from ptrainx import P
 
 X = torch.linspace(0.1, 0.9, 48).reshape(8, 6)
 Y = X.flip(0, 1).roll(1, 1).contiguous()
+SIGNS = torch.tensor([1.0, -1.0]).repeat(4)
 CLASSES = torch.arange(8) % 6
 
 LOSSES = {
@@ -21,6 +22,7 @@ LOSSES = {
     "binary cross-entropy": F.binary_cross_entropy,
     "binary cross-entropy with logits": F.binary_cross_entropy_with_logits,
     "soft margin": lambda x, y, reduction: F.soft_margin_loss(x, (y - 0.5).sign(), reduction=reduction),
+    "cosine embedding": lambda x, y, reduction: F.cosine_embedding_loss(x, y, SIGNS, reduction=reduction),
     "kl": lambda x, y, reduction: F.kl_div(x.log(), y, reduction="batchmean" if reduction == "mean" else reduction),
     "cross-entropy": lambda x, y, reduction: F.cross_entropy(x, CLASSES, reduction=reduction),
     "cross-entropy of probabilities": lambda x, y, reduction: F.cross_entropy(x, y.softmax(1), reduction=reduction),
