@@ -262,6 +262,9 @@ def check_usable(value: DTensor, where: str = "value") -> None:
     Raises:
         MeshError: it can't be used.
     """
+    refuse_use = getattr(value, "refuse_use", None)
+    if refuse_use is not None:
+        refuse_use()  # its memory was donated
     device_mesh = value.device_mesh
     if epoch_of(device_mesh) < 0:
         raise MeshError(

@@ -27,7 +27,6 @@ from sklearn.datasets import load_digits
 
 import ptrainx as px
 from ptrainx import P
-from ptrainx.mesh.visualize import visualize_sharding
 
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
 
@@ -48,16 +47,16 @@ print(mesh)
 # not name lie copies. The picture shows which rank holds which block. Ranks in one cell hold the same numbers.
 
 # %%
-visualize_sharding(P("data", "model"), mesh=mesh, shape=(8, 8))
+px.visualize_sharding(P("data", "model"), mesh=mesh, shape=(8, 8))
 
 # %%
-visualize_sharding(P(None, "model"), mesh=mesh, shape=(8, 8))
+px.visualize_sharding(P(None, "model"), mesh=mesh, shape=(8, 8))
 
 # %% [markdown]
 # The same picture for a terminal:
 
 # %%
-print(visualize_sharding(P("data"), mesh=mesh, shape=(8, 8), show=False))
+print(px.visualize_sharding(P("data"), mesh=mesh, shape=(8, 8), show=False))
 
 # %% [markdown]
 # ## Data
@@ -91,7 +90,7 @@ def batches(mesh, epochs):
 
 
 batch = next(iter(batches(mesh, epochs=1)))
-visualize_sharding(batch["image"])
+px.visualize_sharding(batch["image"])
 
 # %% [markdown]
 # ## The model is a few pure functions
@@ -155,7 +154,7 @@ rules = [
 ]
 specs = px.match_rules(rules, px.eval_shape(init, px.random.key(0)))
 state = px.jit(init, mesh=mesh, out_specs=specs)(px.random.key(0))
-visualize_sharding(state)
+px.visualize_sharding(state)
 
 # %% [markdown]
 # ## The step is one function from state to state
@@ -307,7 +306,7 @@ def jit_gradients(num_microbatches, mesh):
     return px.jit(gradients(num_microbatches), mesh=mesh, in_specs=(specs.params, P("data")), out_specs=specs.params)
 
 
-planned = px.AbstractMesh(data=8, model=1)
+planned = px.AbstractMesh(data=4, model=2)
 shapes = (
     px.eval_shape(init_params, px.random.key(0)),
     px.tree.map(lambda x: px.ShapeDtypeStruct(x.shape, x.dtype), batch),

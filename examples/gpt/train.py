@@ -159,12 +159,15 @@ def train(o: argparse.Namespace) -> None:
             if last:
                 break
         if not o.steps:
-            record = {"step": 0, **run, "comm_bytes": step.comms(state, next(batches)).total_bytes}
-            record["val_loss"] = score(state.params, held_out)
-            metrics.write(record)
+            metrics.write({"step": 0, **run, "comm_bytes": step.comms(state, next(batches)).total_bytes})
     params = px.device_get(state.params)
     if world.rank == 0:
-        finish(out, params, config, record["val_loss"], o.seed)
+        weights.save(out / "params.safetensors", params, config)
+        if o.steps:
+            print(f"validation loss {record['val_loss']:.4f} nats a byte")
+            picture(out)
+            sample(params, config, o.seed)
+        print(f"in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
 
 
 def out_of_time(began: float, minutes: float | None) -> bool:
@@ -177,19 +180,18 @@ def out_of_time(began: float, minutes: float | None) -> bool:
     return bool(flag)
 
 
-def finish(out: Path, params: Any, config: Config, val_loss: float, seed: int) -> None:
-    """Writes parameters and picture, prints the loss and a sample."""
-    weights.save(out / "params.safetensors", params, config)
-    print(f"validation loss {val_loss:.4f} nats a byte")
+def picture(out: Path) -> None:
+    """Draws the loss, if matplotlib is there."""
     try:
         observe.plot_loss(out / "metrics.jsonl", unit="nats a byte")
     except px.errors.BackendError as error:
         print(f"no loss.png: {error}")
-    print(f"a sample:\n{'-' * 80}")
+
+
+def sample(params: Any, config: Config, seed: int) -> None:
+    """Prints text that the model makes up."""
     text = generate(params, config, px.random.fold_in(px.random.key(seed), 1), SAMPLE)
-    print(readable(text))
-    print("-" * 80)
-    print(f"in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+    print(f"a sample:\n{'-' * 80}\n{readable(text)}\n{'-' * 80}")
 
 
 def readable(text: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from ptrainx.ops.sharding_rules.attention import register_attention_rules
+from ptrainx.ops.sharding_rules.losses import register_loss_rules
 
 __all__ = ["install_sharding_rules"]
 
@@ -13,3 +14,4 @@ __all__ = ["install_sharding_rules"]
 def install_sharding_rules() -> None:
     """Makes DTensor know our rules; does nothing the second time."""
     register_attention_rules()
+    register_loss_rules()

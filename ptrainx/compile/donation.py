@@ -46,6 +46,10 @@ class _Donated:
         bad = next(a for a in optree.tree_leaves((args, kwargs)) if isinstance(a, _Donated))
         refuse(bad)
 
+    def refuse_use(self) -> NoReturn:
+        """Raises; what places values asks for it by this name."""
+        refuse(self)
+
     def to_local(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(self)
 

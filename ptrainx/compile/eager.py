@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ptrainx.compile.donation import check_donation, donated_names, retire
 from ptrainx.compile.guards import EagerValues
 from ptrainx.compile.rules import LocalRules, guard_methods, storages
-from ptrainx.compile.trace import Program, place_outputs, tracing_alone
+from ptrainx.compile.trace import Program, place_outputs, quiet, tracing_alone
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.trace_context import TraceContext
@@ -48,7 +48,7 @@ class EagerProgram:
         ranks: Any = on_all_ranks(view) if self.mesh.simulated else contextlib.nullcontext()
         values, rules = EagerValues(trace), LocalRules(trace, names.get, readable=True)
         trace.as_global = values.as_global
-        with tracing_alone, _eager_dtensor(trace), ranks, trace.active(), torch.no_grad():
+        with tracing_alone, quiet(), _eager_dtensor(trace), ranks, trace.active(), torch.no_grad():
             arguments = [values.argument(leaf, a) for leaf, a in zip(placed, self.program.arguments)]
             with values, rules:
                 result = self.program.call(arguments)

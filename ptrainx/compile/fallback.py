@@ -38,6 +38,8 @@ def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict,
         TraceError: an operator writes in place into a view, which would have to change its placement.
     """
     try:
+        if func in _FILLS and any(p.is_partial() for p in args[0].placements):
+            raise RuntimeError(f"{func} would give every addend of a sum that is owed the whole value")
         out = run(func, args, kwargs)
         if func not in _VIEWS or not (_strided(args[0]) and _strided(out)):
             return out
@@ -55,6 +57,9 @@ def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict,
 
 
 _NOT_OURS = "got mixed torch.Tensor and DTensor"
+
+# torch 2.13 runs these on every addend of a sum; `1 - x` of a sum may come as a fill, too.
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
 
 # torch 2.13 gets the strides of a strided shard wrong where a view splits its dim into several and it stays strided.
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}

@@ -1,7 +1,7 @@
-"""Functions that torch computes in one opaque kernel, written for global values.
+"""Functions that torch computes in a way that shards can't follow, written for global values.
 
-A kernel that writes into its operands without saying so can't be traced over shards. Here it is a few operators whose
-sums go over the whole batch, wherever its rows are.
+A batch normalisation whose kernel writes into its operands without saying so; assignments through views of dims that
+are sharded.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-__all__ = ["GLOBAL_FORMS", "batch_norm"]
+__all__ = ["GLOBAL_FORMS", "batch_norm", "set_item"]
 
 
 def batch_norm(
@@ -57,5 +58,31 @@ def _batch_norm(
     return batch_norm(input, mean, var, weight, bias, training, momentum, eps)
 
 
-GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {F.batch_norm: batch_norm, torch.batch_norm: _batch_norm}
+def set_item(value: torch.Tensor, index: Any, new: Any) -> None:
+    """`value[index] = new`. Where the index picks from a sharded dim, there is no view to write through: the value is
+    gathered, written and split again."""
+    placements = value.placements if isinstance(value, DTensor) else ()
+    if not any(_picks(index, p.dim % value.ndim) for p in placements if isinstance(p, Shard)):
+        torch.Tensor.__setitem__(value, index, new)
+        return
+    assert isinstance(value, DTensor)
+    whole = value.redistribute(value.device_mesh, [Replicate()] * len(placements))
+    whole = whole.clone()
+    torch.Tensor.__setitem__(whole, index, new)
+    value.copy_(whole.redistribute(value.device_mesh, [Replicate() if p.is_partial() else p for p in placements]))
+
+
+def _picks(index: Any, dim: int) -> bool:
+    """Whether an index takes less than all of a dim; yes, where that isn't plain."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(part, (int, slice)) for part in parts):
+        return True
+    return dim < len(parts) and parts[dim] != slice(None)
+
+
+GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: batch_norm,
+    torch.batch_norm: _batch_norm,
+    torch.Tensor.__setitem__: set_item,
+}
 """Function -> how it is computed where its arguments are global values."""

@@ -6,6 +6,7 @@ tensors, and refuse host reads and randomness without a key. What runs underneat
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import optree
@@ -19,7 +20,9 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import HostReadError, TraceError
 from ptrainx.core.trace_context import TraceContext, user_source
+from ptrainx.mesh.mesh import AbstractMesh, Mesh
 from ptrainx.mesh.placement import contiguous_strides, trace_placements
+from ptrainx.mesh.transfer import same_mesh
 
 __all__ = ["Captures", "EagerValues", "GlobalValues"]
 
@@ -35,6 +38,7 @@ _HOST_READS: dict[Any, str] = {
     T.__index__: "use as a Python index",
     T.__complex__: "complex(tensor)",
     T.__contains__: "`in`",
+    T.__format__: "formatting",
     torch.equal: "torch.equal",
     torch.allclose: "torch.allclose",
     T.equal: ".equal()",
@@ -92,10 +96,10 @@ class Captures:
 
     def _capture(self, value: torch.Tensor, trace: TraceContext) -> DTensor:
         placed = isinstance(value, DTensor)
-        if placed and tuple(value.device_mesh.mesh_dim_names or ()) != trace.mesh.axis_names:  # type: ignore[attr-defined]
+        if isinstance(value, DTensor) and not _is_on(value, trace.mesh):
             raise TraceError(
                 f"{trace.name} uses a value of another mesh",
-                got=str(value.device_mesh),  # type: ignore[attr-defined]
+                got=str(value.device_mesh),
                 expected=str(trace.mesh),
                 source=user_source(3),
                 fix="pass it as an argument, placed on the step's mesh",
@@ -112,6 +116,13 @@ class Captures:
         placements = tuple(value.placements) if isinstance(value, DTensor) else (Replicate(),) * trace.view.ndim
         spec = tc.make_spec(trace.view, placements, value.shape, contiguous_strides(value.shape), value.dtype)
         return tc.wrap_local(fake, spec)
+
+
+def _is_on(value: DTensor, mesh: AbstractMesh) -> bool:
+    if isinstance(mesh, Mesh):
+        return same_mesh(value, mesh)
+    own = value.device_mesh
+    return dict(zip(own.mesh_dim_names or (), own.shape)) == mesh.shape
 
 
 class GlobalValues(TorchFunctionMode):
@@ -147,13 +158,7 @@ class GlobalValues(TorchFunctionMode):
                 source=self.trace.origin.source,
                 fix=_IF_FIX if what.startswith("`if") else READ_FIX,
             )
-        dropout = (
-            func in _DROPOUTS
-            and _argument(args, kwargs, 1, "p", 0.5) > 0
-            and _argument(args, kwargs, 2, "training", True)
-        )
-        if func in _RANDOM or dropout:
-            refuse_randomness(self.trace, getattr(func, "__name__", str(func)))
+        _refuse_random(self.trace, func, args, kwargs)
 
     def _read_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Reads captured plain tensors, whose values are there; they must not change afterwards."""
@@ -191,7 +196,7 @@ class GlobalValues(TorchFunctionMode):
 
 
 class EagerValues(TorchFunctionMode):
-    """The eager backend's mode: plain tensors become replicated global values, and nothing is refused."""
+    """The eager backend's mode: plain tensors become replicated global values, which can be read."""
 
     def __init__(self, trace: TraceContext):
         super().__init__()
@@ -200,11 +205,25 @@ class EagerValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE or func in _HOST_READS:
+        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE:
             return func(*args, **kwargs)
+        self.trace.origin = dataclasses.replace(self.trace.origin, source=user_source(2))
+        _refuse_random(self.trace, func, args, kwargs)
+        if func in _HOST_READS:
+            args = tuple(self._whole(a) if isinstance(a, DTensor) else a for a in args)
+            with tc.DisableTorchFunction(), tc.no_dispatch_modes():
+                return func(*args, **kwargs)
         with tc.DisableTorchFunctionSubclass():
             args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
             return self._leave(GLOBAL_FORMS.get(func, func)(*args, **kwargs))
+
+    def _whole(self, value: DTensor) -> torch.Tensor:
+        with tc.DisableTorchFunction():
+            whole: Any = value.detach().redistribute(value.device_mesh, self.replicate)
+        local = whole._local_tensor
+        if isinstance(local, tc.AsyncCollectiveTensor):
+            local = local.wait()
+        return local._local_tensors[0] if isinstance(local, tc.LocalTensor) else local
 
     def _enter(self, value: Any) -> Any:
         return self.replicated(value) if isinstance(value, torch.Tensor) else value
@@ -255,6 +274,14 @@ class _BackwardSources:
             self.known[id(node)] = node
             node.register_prehook(lambda _, source=source: trace.at_source(source))
             stack.extend(before for before, _ in node.next_functions)
+
+
+def _refuse_random(trace: TraceContext, func: Any, args: Any, kwargs: Any) -> None:
+    dropout = (
+        func in _DROPOUTS and _argument(args, kwargs, 1, "p", 0.5) > 0 and _argument(args, kwargs, 2, "training", True)
+    )
+    if func in _RANDOM or dropout:
+        refuse_randomness(trace, getattr(func, "__name__", str(func)))
 
 
 def _is_traced(value: Any) -> bool:

@@ -7,6 +7,7 @@ every side with its source line.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -97,23 +98,25 @@ class Lockstep:
         return ready
 
     def _check_match(self, group: Sequence[int], calls: Sequence[CollectiveCall]) -> None:
-        first = calls[0]
-        for rank, call in zip(group[1:], calls[1:]):
-            if (call.name, call.dtype) != (first.name, first.dtype) or not _sizes_match(first, call):
+        for i, j in itertools.combinations(range(len(group)), 2):
+            a, b = calls[i], calls[j]
+            if (a.name, a.dtype) != (b.name, b.dtype) or not _sizes_match(a, i, b, j):
                 raise AgreementError(
                     "collectives do not match across ranks",
-                    got=f"rank {group[0]}: {describe_call(first)}\n            rank {rank}: {describe_call(call)}",
+                    got=f"rank {group[i]}: {describe_call(a)}\n            rank {group[j]}: {describe_call(b)}",
                     fix="every rank has to run the same collectives, in the same order, on the same shapes",
                 )
 
 
-def _sizes_match(a: CollectiveCall, b: CollectiveCall) -> bool:
+def _sizes_match(a: CollectiveCall, i: int, b: CollectiveCall, j: int) -> bool:
+    """Whether the calls of members i and j of a group fit together."""
     if a.name == "_c10d_functional::all_to_all_single":
-        return a.shape[1:] == b.shape[1:]
+        # (rows to receive from each member, rows to send to each)
+        return a.shape[1:] == b.shape[1:] and a.args[0][j] == b.args[1][i] and b.args[0][i] == a.args[1][j]
     return a.shape == b.shape and a.args == b.args
 
 
 def describe_call(call: CollectiveCall) -> str:
     """A collective with its operand, axis and source line."""
-    kind = call.name.split("::")[-1]
-    return f"{kind} over {call.axis!r} of {str(call.dtype).removeprefix('torch.')}{list(call.shape)} at {call.origin.source}"
+    kind, dtype = call.name.split("::")[-1], str(call.dtype).removeprefix("torch.")
+    return f"{kind} over {call.axis!r} of {dtype}{list(call.shape)} at {call.origin.source}"

@@ -44,6 +44,8 @@ class LocalRules(TorchDispatchMode):
         super().__init__()
         self.trace, self.frozen, self.readable = trace, frozen, readable
         self._passing = False
+        # Storages of views that could not stay views, with the tensors that keep them alive.
+        self._copies: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,7 +57,10 @@ class LocalRules(TorchDispatchMode):
         if traits:
             self._refuse(func, traits, placed, args, kwargs)
         if placed:
-            return run_somewhere(self._pass_on, func, args, kwargs, self.trace)
+            out = run_somewhere(self._pass_on, func, args, kwargs, self.trace)
+            if "view" in traits:
+                self._note_copies(args[0], out)
+            return out
         if func is torch.ops.aten.view.default and not _viewable(args[0], args[1]):
             return torch.ops.aten.view.default(args[0].contiguous(), args[1])
         return func(*args, **kwargs)
@@ -90,12 +95,27 @@ class LocalRules(TorchDispatchMode):
         if "writes" in traits:
             self._check_write(func, args, kwargs)
 
+    def _note_copies(self, base: Any, out: Any) -> None:
+        """Remembers what a view of a global value gave as a copy: its placement had to change."""
+        own = set(storages(base))
+        for value in out if isinstance(out, (tuple, list)) else [out]:
+            found = storages(value)
+            if own.isdisjoint(found) or any(s in self._copies for s in own):
+                self._copies.update(dict.fromkeys(found, value))
+
     def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
         for i, formal in enumerate(func._schema.arguments):
             if formal.alias_info is None or not formal.alias_info.is_write:
                 continue
             value = args[i] if i < len(args) else kwargs.get(formal.name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if any(s in self._copies for s in storages(tensor)):
+                    raise MutationError(
+                        f"{self.trace.name} writes in place into a view of a sharded dim, and the view is a copy",
+                        got=f"{func._schema.name.removeprefix('aten::')} on {describe(tensor)}",
+                        source=self.trace.origin.source,
+                        fix="assign (x[i] = y), make a new value (torch.where, torch.cat), or px.reshard the dim first",
+                    )
                 called = next((c for s in storages(tensor) if (c := self.frozen(s)) is not None), None)
                 if called is not None:
                     raise MutationError(
@@ -126,6 +146,7 @@ def _traits(func: Any) -> frozenset[str]:
         "random": torch.Tag.nondeterministic_seeded in tags,
         "collective": func.namespace in _COLLECTIVES,
         "writes": func._schema.is_mutable,
+        "view": func.is_view,
     }
     return frozenset(name for name, holds in checks.items() if holds)
 

@@ -41,6 +41,7 @@ __all__ = [
     "Program",
     "RankGraph",
     "place_outputs",
+    "quiet",
     "sums_only",
     "trace_program",
     "tracing_alone",
@@ -288,7 +289,7 @@ def _tracing_environment(trace: TraceContext) -> Iterator[None]:
             return dispatch(op_info, *rest, **kwargs)
 
     with tracing_alone, _replaced(trace, implied), remembered_propagation(trace.view), trace.active():
-        with torch.fx.traceback.preserve_node_meta(), _quiet():
+        with torch.fx.traceback.preserve_node_meta(), quiet():
             try:
                 trace.set_origin(trace.origin)
                 yield
@@ -309,13 +310,21 @@ def _replaced(trace: TraceContext, implied: Any) -> Iterator[None]:
         undo_access()
 
 
+_TALKATIVE = (
+    "distributed.tensor._redistribute",
+    "distributed.tensor._collective_utils",
+    "_subclasses.fake_tensor",
+)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """DTensor's advice about redistributions, which `comms()` gives with source lines, is kept off the terminal."""
-    loggers = [logging.getLogger(f"torch.distributed.tensor.{name}") for name in ("_redistribute", "_collective_utils")]
+def quiet() -> Iterator[None]:
+    """Off the terminal stay DTensor's advice about redistributions, which `comms()` gives with source lines, and what
+    fake tensors say before they raise."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ def plot_loss(
         steps, losses = zip(*trained)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
         axes.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
-        axes.set_ylim(top=_top(losses))
+        axes.set_ylim(_limits([*losses, *(value for _, value in scored)]))
     if scored:
         steps, losses = zip(*scored)
         axes.plot(steps, losses, "o-", color="tab:orange", label=f"held out (last: {losses[-1]:.3f})", zorder=3)
@@ -62,33 +63,29 @@ def plot_loss(
     return path
 
 
-def smoothed(values: Sequence[float], weight: float | None = None) -> list[float]:
-    """An exponential moving average without its usual pull towards the start.
+def smoothed(values: Sequence[float], reach: int | None = None) -> list[float]:
+    """A centred moving average, which does not lag behind the series; at the ends, over what there is.
 
     Args:
         values: a series.
-        weight: of the past, in [0, 1); by default an average over about a thirtieth of the series.
+        reach: how many values on either side count; by default a fiftieth of the series.
 
-    Source: the bias correction of Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980.
-
-    >>> smoothed([1.0, 1.0, 4.0], weight=0.5)
-    [1.0, 1.0, 2.7142857142857144]
+    >>> smoothed([1.0, 2.0, 6.0, 1.0], reach=1)
+    [1.5, 3.0, 3.0, 3.5]
     """
-    weight = 1 - 1 / max(1.0, len(values) / 30) if weight is None else weight
-    average, left, out = 0.0, 1.0, []
-    for value in values:
-        average = weight * average + (1 - weight) * value
-        left *= weight
-        out.append(average / (1 - left))
-    return out
+    reach = len(values) // 50 if reach is None else reach
+    sums = [0.0, *itertools.accumulate(values)]
+    spans = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
-def _top(losses: Sequence[float]) -> float | None:
-    """Where the axis ends: above all but the steep first part; None to leave it to matplotlib."""
-    calm = losses[int(len(losses) * _STEEP_PART) :]
+def _limits(losses: Sequence[float]) -> tuple[float, float] | None:
+    """Where the axis begins and ends: around all but the steep first part; None to leave it to matplotlib."""
     if len(losses) < 30:
         return None
-    return max(calm) + 0.05 * (max(calm) - min(calm) or 1.0)
+    calm = losses[int(len(losses) * _STEEP_PART) :]
+    margin = 0.05 * (max(calm) - min(calm) or 1.0)
+    return min(calm) - margin, max(calm) + margin
 
 
 def _matplotlib() -> tuple[Any, Any]:

@@ -358,7 +358,8 @@ class JitFunction:
             program = self._program(args, kwargs, mesh)
             if self.backend == "eager":
                 compiled: Any = EagerProgram(program)
-                meeting.settle([], plain_hashes(program, leaves))
+                if not meeting.alone:
+                    meeting.settle([], plain_hashes(program, leaves))
             else:
                 compiled = compile_program(program, leaves, meeting, self._check_implicit)
                 self._tell_misplaced_successors(args, compiled.lowered)

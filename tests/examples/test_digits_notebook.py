@@ -86,8 +86,8 @@ def test_initial_parameters_are_the_same_bits_on_every_mesh(found):
 
 def test_accumulation_pays_once(executed):
     table = next(o.text for o in outputs(executed) if o.get("text", "").startswith("microbatches"))
-    bytes_of_gradients = 4 * (64 * 128 + 128 + 128 * 10 + 10)
-    ring = 2 * bytes_of_gradients * 7 // 8
+    bytes_of_shards = 4 * (64 * 128 // 2 + 128 // 2 + 128 * 10 // 2 + 10)
+    ring = 2 * bytes_of_shards * 3 // 4
     assert [line.split() for line in table.splitlines()[1:]] == [["1", "1", f"{ring:,}"], ["4", "1", f"{ring:,}"]]
 
 

@@ -55,9 +55,9 @@ def test_without_matplotlib_the_extra_is_named(metrics, monkeypatch):
         plot_loss(metrics)
 
 
-def test_smoothing_weighs_the_past_geometrically():
-    values, weight = np.random.default_rng(0).normal(size=40), 0.9
-    weights = weight ** np.arange(40)[::-1]
-    for n in (1, 2, 40):
-        expected = (values[:n] * weights[-n:]).sum() / weights[-n:].sum()
-        assert smoothed(list(values), weight)[n - 1] == pytest.approx(expected)
+@pytest.mark.parametrize("reach", [0, 1, 7, 100])
+def test_smoothing_averages_over_both_sides(reach):
+    values = np.random.default_rng(0).normal(size=40)
+    expected = [values[max(0, i - reach) : i + reach + 1].mean() for i in range(40)]
+    assert smoothed(list(values), reach) == pytest.approx(expected)
+    assert smoothed([], reach) == []
