@@ -79,6 +79,7 @@ class Program:
     """What is traced: `call(leaves)` runs the user's function on the dynamic leaves of its arguments.
 
     `flatten(*args, **kwargs)` takes the arguments of a call to those leaves, if they are like the ones traced for.
+    `source` is the line that defines the function.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Program:
     mesh: AbstractMesh
     device: torch.device
     flatten: Callable[..., list[Any]]
+    source: str
 
 
 @dataclasses.dataclass
@@ -140,7 +142,7 @@ def trace_program(program: Program, rank: int) -> RankGraph:
         trace.as_global = modes.as_global
         with modes, LocalRules(trace, frozen):
             result = program.call(leaves)
-        trace.at_source(program.name)
+        trace.at_source(program.source)
         with LocalRules(trace, frozen):
             values, found["tree"], found["outputs"] = place_outputs(
                 result, program, trace, lambda leaf: captures.replica(leaf, trace)

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import einops
 import optree
 import torch
 
-__all__ = ["Origin", "TraceContext", "called_by_library", "current_trace", "user_source"]
+__all__ = ["Origin", "TraceContext", "called_by_library", "current_trace", "defined_at", "user_source"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _ROOT = os.path.dirname(_HERE)
@@ -114,6 +115,12 @@ def user_source(depth: int = 1) -> str:
             return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+def defined_at(fn: Any) -> str | None:
+    """`file:line` of a function's definition, if it has one."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return None if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}"
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe
 from ptrainx.core.errors import BackendError, GradientError, InputError, MeshError, SpecError, TraceError, TreeError
-from ptrainx.core.trace_context import current_trace
+from ptrainx.core.trace_context import current_trace, defined_at
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
 from ptrainx.mesh.partition_spec import P, PartitionSpec
 from ptrainx.mesh.placement import check_spec, spec_of, trace_placements
@@ -233,7 +233,9 @@ class JitFunction:
             return self.fn(*[values[i] if i in values else next(rest) for i in range(len(args))], **keywords, **fixed)
 
         device = mesh.device if isinstance(mesh, Mesh) else torch.device("cpu")
-        return Program(self.name, call, tuple(arguments), self.out_specs, mesh, device, self._flattener(args, kwargs))
+        source = defined_at(self.fn) or self.name
+        flatten = self._flattener(args, kwargs)
+        return Program(self.name, call, tuple(arguments), self.out_specs, mesh, device, flatten, source)
 
     def _flattener(self, args: tuple, kwargs: dict[str, Any]) -> Callable[..., list[Any]]:
         """What takes a call's arguments to their leaves, once it has found them to be like these."""
