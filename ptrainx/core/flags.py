@@ -2,7 +2,7 @@
 
 | variable | meaning |
 |---|---|
-| `PTRAINX_LOG` | comma-separated topics to log: `retrace`, `graph` |
+| `PTRAINX_LOG` | comma-separated topics to log; `retrace` tells what is traced, and why again |
 | `PTRAINX_CHECK_INPUTS` | `1`: compare plain inputs between ranks at every call, not just the first |
 | `PTRAINX_AGREEMENT_TIMEOUT` | seconds that ranks wait for each other before a graph's first run (default 120) |
 """
