@@ -29,7 +29,7 @@ from sharding import make_mesh, spread_over_data, tensor_parallel
 import ptrainx as px
 from ptrainx import P, observe
 
-STEPS = 1000
+STEPS = 900
 """About two minutes on two cores."""
 SAMPLE = 600
 """Bytes of text that the trained model writes."""

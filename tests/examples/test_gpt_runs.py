@@ -63,9 +63,9 @@ def alone(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def at_first(pool, text, tmp_path_factory):
-    """The initial parameters of one process, written by `--steps 0`: (metrics, parameters)."""
+    """What `--steps 0` writes: (metrics, parameters)."""
     out = tmp_path_factory.mktemp("first")
-    pool.run(run, 1, ["--data", text, "--steps", 0, "--out", out])
+    pool.run(run, 1, ["--data", text, "--steps", 0, "--mesh", "data=2", "--simulate", "--zero", 3, "--out", out])
     return results(out)
 
 
@@ -122,56 +122,68 @@ def test_no_steps_write_the_initial_parameters(at_first):
 
 # (processes, options)
 MESHES = {
-    "data=2": (2, ["--mesh", "data=2"]),
     "model=2": (2, ["--mesh", "data=1,model=2"]),
     "data=2, ZeRO 1": (2, ["--mesh", "data=2", "--zero", 1]),
     "data=2, ZeRO 3": (2, ["--mesh", "data=2", "--zero", 3]),
     "data=2,model=2": (4, ["--mesh", "data=2,model=2"]),
-    "simulated data=4,model=2": (1, ["--mesh", "data=4,model=2", "--simulate"]),
 }
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_the_mesh_changes_neither_initial_parameters_nor_losses(pool, text, alone, at_first, tmp_path, name):
+def test_the_mesh_changes_neither_initial_parameters_nor_losses(pool, text, alone, at_first, name):
     world, options = MESHES[name]
-    initial = pool.run(initial_parameters, world, [*options, "--data", text], timeout=120)[0]
+    initial, losses = pool.run(first_steps, world, [*options, "--data", text, "--steps", STEPS], timeout=240)[0]
     assert initial.keys() == at_first[1].keys()
     assert [path for path, tensor in initial.items() if not tensor.equal(at_first[1][path])] == []
-
-    pool.run(run, world, [*options, "--data", text, "--steps", STEPS, "--out", tmp_path], timeout=240)
-    ours, reference = results(tmp_path)[0], results(alone[0])[0]
-    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in reference], rel=2e-5)
-    assert ours[-1]["val_loss"] == pytest.approx(reference[-1]["val_loss"], rel=2e-5)
-    assert ours[0]["world"] == world
-    assert ours[0]["comm_bytes"] > 0
+    assert losses == pytest.approx([line["loss"] for line in results(alone[0])[0]], rel=2e-5)
 
 
-def initial_parameters(arguments):
-    """What `init` makes on the mesh, as plain tensors by path."""
+def first_steps(arguments):
+    """(initial parameters as plain tensors by path, losses), without anything that a run does besides."""
     gpt = load()
     px = gpt.train.px
     o = gpt.train.options([*TINY, *map(str, arguments)])
     config = gpt.model.Config(width=o.width, layers=o.layers, heads=o.heads, context=o.context)
-    init, _, _ = gpt.train.make_step(o, config, gpt.sharding.make_mesh(o.mesh, o.simulate))
-    pairs, _ = px.tree.flatten_with_path(px.device_get(init(px.random.key(o.seed)).params))
-    return {px.tree.path_str(path): leaf for path, leaf in pairs}
+    mesh = gpt.sharding.make_mesh(o.mesh, o.simulate)
+    windows = px.data.ByteWindows(gpt.train.texts(o.data)[0], o.context)
+    batches = iter(px.data.Loader(windows, o.batch, mesh=mesh, seed=o.seed))
+    init, step, _ = gpt.train.make_step(o, config, mesh)
+    state = init(px.random.key(o.seed))
+    pairs, _ = px.tree.flatten_with_path(px.device_get(state.params))
+    losses = []
+    for _ in range(o.steps):
+        state, values = step(state, next(batches))
+        losses.append(float(values["loss"]))
+    return {px.tree.path_str(path): leaf for path, leaf in pairs}, losses
 
 
-LAUNCHERS = {
-    "ptrainx run": ["-m", "ptrainx.cli", "run", "-n", 2],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2],
-}
+def test_eight_simulated_devices_in_one_process(pool, text, alone, tmp_path):
+    options = ["--mesh", "data=4,model=2", "--simulate", "--data", text, "--steps", STEPS, "--out", tmp_path]
+    pool.run(run, 1, options, timeout=240)
+    ours, reference = results(tmp_path)[0], results(alone[0])[0]
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in reference], rel=2e-5)
+    assert ours[-1]["val_loss"] == pytest.approx(reference[-1]["val_loss"], rel=2e-5)
+    assert (ours[0]["world"], ours[0]["mesh"]) == (1, {"data": 4, "model": 2})
+    assert ours[0]["comm_bytes"] > 0
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers(launcher, text, alone, tmp_path):
+def test_ptrainx_run(text, alone, tmp_path):
     arguments = [*TINY, "--data", text, "--steps", STEPS, "--out", tmp_path / "run"]
-    output, _ = program(*LAUNCHERS[launcher], "examples/gpt/train.py", *arguments)
+    output, _ = program("-m", "ptrainx.cli", "run", "-n", 2, "examples/gpt/train.py", *arguments)
     assert output.count("validation loss") == 1
     lines, reference = results(tmp_path / "run")[0], results(alone[0])[0]
-    assert lines[0]["world"] == 2
-    assert lines[0]["mesh"] == {"data": 2}
-    assert lines[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=2e-5)
+    assert (lines[0]["world"], lines[0]["mesh"]) == (2, {"data": 2})
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in reference], rel=2e-5)
+    assert lines[-1]["val_loss"] == pytest.approx(reference[-1]["val_loss"], rel=2e-5)
+
+
+def test_torchrun(text, at_first, tmp_path):
+    arguments = [*TINY, "--data", text, "--steps", 0, "--out", tmp_path / "run"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    program(*launcher, "examples/gpt/train.py", *arguments)
+    lines, parameters = results(tmp_path / "run")
+    assert (lines[0]["world"], lines[0]["mesh"]) == (2, {"data": 2})
+    assert [path for path, tensor in parameters.items() if not tensor.equal(at_first[1][path])] == []
 
 
 def test_time_is_up(pool, text, tmp_path):
