@@ -1,11 +1,10 @@
-"""`python -m tests.docs [PAGE ...]`: writes into the pages what their blocks print now, and the index of errors."""
+"""`python -m tests.docs [PAGE ...]`: writes into the pages what their blocks print now."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from tests.docs.errors import ERROR_PAGE, error_page
 from tests.docs.examples import python_blocks, run_page
 from tests.docs.pages import PAGES, ROOT, matches, name_of
 
@@ -13,10 +12,8 @@ from tests.docs.pages import PAGES, ROOT, matches, name_of
 def refresh(wanted: list[str]) -> None:
     """Replaces every output that is no longer what is printed."""
     os.chdir(ROOT)
-    if not wanted or name_of(ERROR_PAGE) in wanted:
-        ERROR_PAGE.write_text(error_page())
     for page in PAGES:
-        if page == ERROR_PAGE or (wanted and name_of(page) not in wanted):
+        if wanted and name_of(page) not in wanted:
             continue
         content = page.read_text()
         pairs = list(zip(python_blocks(page), run_page(page), strict=True))

@@ -13,8 +13,10 @@ import doctest
 import io
 import linecache
 import re
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
@@ -68,7 +70,7 @@ def run(code: list[Block], namespace: dict[str, Any]) -> list[str]:
         out = io.StringIO()
         program = compile("\n" * line + block.text, SCRIPT, "exec")
         line += block.text.count("\n")
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(out), mock.patch.object(sys, "argv", [SCRIPT]):
             if "raises" in block.words:
                 print(_raised(program, namespace))
             else:
