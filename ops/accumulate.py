@@ -60,6 +60,13 @@ def accumulate_grads(
         raise InputError(f"num_microbatches={num_microbatches!r}", expected="a positive integer")
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:
+        missing = [n for n in (*batch_argnums, *keys) if n >= len(args)]
+        if missing:
+            raise InputError(
+                f"accumulate_grads: argnums or key_argnums name argument {missing[0]} of {len(args)}",
+                fix="pass batches and keys by position",
+                source=user_source(),
+            )
         stacked = {n: _microbatches(args[n], num_microbatches, n) for n in batch_argnums}
 
         def one(index: Any, batch: dict[int, Any]) -> Any:
@@ -94,7 +101,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _microbatches(batch: Any, m: int, position: int) -> Any:
-    """The batch with a leading dim of microbatches; row r of the global batch becomes row r // m of microbatch r % m."""
+    """The batch with a leading dim of microbatches; row r of the batch becomes row r // m of microbatch r % m."""
     rows: dict[str, int] = {}
 
     def split(path: Any, leaf: Any) -> torch.Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,9 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import InputError
-from ptrainx.core.trace_context import current_trace
+from ptrainx.core.trace_context import TraceContext, current_trace, user_source
 
-__all__ = ["debug_print"]
+__all__ = ["debug_print", "held_prints", "release"]
+
+_held: contextvars.ContextVar[list[Callable[[], None]] | None] = contextvars.ContextVar("ptrainx_prints", default=None)
 
 _library = torch.library.Library("ptrainx", "FRAGMENT")
 _library.define("debug_print(str template, str[] names, Tensor[] values, int rank) -> ()")
@@ -48,16 +54,50 @@ def debug_print(template: str, *args: Any, **kwargs: Any) -> None:
         raise InputError(f"the template {template!r} has a field without a value: {error}") from error
     except ValueError:
         pass  # a format that fits a tensor's value, not 0.0
-    trace = current_trace()
+    held = _held.get()
+    if held is None:
+        _emit(template, named, current_trace())
+    else:
+        held.append(functools.partial(_emit, template, named, current_trace(), user_source()))
+
+
+def _emit(template: str, named: dict[str, Any], trace: TraceContext | None, source: str | None = None) -> None:
     if trace is None:
-        _print_now(template, list(named), [_whole(v) for v in named.values()])
+        if not any(tc.is_fake(value) for value in named.values()):
+            _print_now(template, list(named), [_whole(value) for value in named.values()])
         return
-    with trace.marked(asked=True, reason="px.debug.print"):
+    with trace.marked(asked=True, reason="px.debug.print", source=source or trace.origin.source):
         values = [_replicated(trace.as_global(v)) for v in named.values()]
     # Every rank holds the operator, so that every rank takes part in what it gathers; one prints.
     with tc.DisableTorchFunction():
-        local = [v.detach()._local_tensor for v in values]
+        local = [_one_rank(v.detach()._local_tensor) for v in values]
         torch.ops.ptrainx.debug_print(template, list(named), local, trace.rank)
+
+
+@contextlib.contextmanager
+def held_prints() -> Iterator[list[Callable[[], None]]]:
+    """Inside, prints are kept in the list that this gives, to be called later, or not."""
+    held: list[Callable[[], None]] = []
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
+
+
+def release(held: list[Callable[[], None]]) -> None:
+    """Prints what was held, or hands it to whoever holds prints now."""
+    outer = _held.get()
+    if outer is not None:
+        outer.extend(held)
+        return
+    for emit in held:
+        emit()
+
+
+def _one_rank(local: torch.Tensor) -> torch.Tensor:
+    # Run eagerly, a simulated mesh holds all ranks' equal values.
+    return local._local_tensors[0] if isinstance(local, tc.LocalTensor) else local
 
 
 def _whole(value: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import InputError, SpecError, TreeError
 from ptrainx.core.trace_context import current_trace, user_source
 from ptrainx.mesh.placement import spec_of_placements
+from ptrainx.ops.debug_print import held_prints, release
 
 __all__ = ["scan"]
 
@@ -61,10 +62,13 @@ def scan(
         if count == 0:
             carry, new, ys[i] = _settle(body, carry, x)
         else:
-            new, ys[i] = body(carry, x)
+            new, ys[i] = _pair(body(carry, x))
         carry = _keep_placement(_checked(new, carry), carry)
     if not steps:
-        return carry, None
+        # One step over a made-up slice tells what the ys would be like.
+        with held_prints():
+            _, y = _pair(body(carry, px_tree.map(lambda leaf: leaf.new_zeros(leaf.shape[1:]), xs)))
+        return carry, px_tree.map(lambda leaf: torch.stack([as_tensor(leaf)])[:0], y)
     return carry, px_tree.map(lambda *leaves: torch.stack([as_tensor(leaf) for leaf in leaves]), *ys)
 
 
@@ -100,12 +104,26 @@ def _length(xs: Any, length: int | None) -> int:
 def _settle(body: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
     """(carry to start from, carry after one step, y), with the start's placements a fixed point."""
     for _ in range(8):
-        new, y = body(carry, x)
+        # A trial: what it prints counts only if its start is the one.
+        with held_prints() as prints:
+            new, y = _pair(body(carry, x))
         moved = px_tree.map(_promoted, carry, _checked(new, carry))
         if all(a is b for a, b in zip(px_tree.leaves(moved), px_tree.leaves(carry))):
             break
         carry = moved
+    release(prints)
     return carry, new, y
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TreeError(
+            "scan: the body does not return a pair (carry, y)",
+            got=type(result).__name__,
+            fix="return (carry, None) if there is nothing to stack",
+            source=user_source(),
+        )
+    return result
 
 
 def _promoted(old: Any, new: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptrainx.compile.convolution import CONVOLUTIONS, convolve
 from ptrainx.compile.fallback import run_somewhere
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
@@ -56,6 +57,9 @@ class LocalRules(TorchDispatchMode):
         traits = _traits(func)
         if traits:
             self._refuse(func, traits, placed, args, kwargs)
+        if placed and func in CONVOLUTIONS:
+            with self:
+                return convolve(func, args, self.trace)
         if placed:
             out = run_somewhere(self._pass_on, func, args, kwargs, self.trace)
             if "view" in traits:
