@@ -77,6 +77,7 @@ def visualize_sharding(
         MeshError: a spec, and no mesh.
         InputError: a lone `P` without a shape.
 
+    >>> from ptrainx.mesh import P
     >>> view = visualize_sharding(P("data"), mesh=AbstractMesh(data=2), shape=(4,))
     [4] P('data') on AbstractMesh(data=2)
     ┌────────┬────────┐

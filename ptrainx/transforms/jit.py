@@ -72,8 +72,9 @@ def jit(
     Returns:
         a function with `trace(*args)`, `lower(*args)`, `comms(*args)` and `clear_cache()`.
 
-    >>> mesh = make_mesh(data=2, simulate=True)                           # doctest: +SKIP
-    >>> jit(lambda x: x.sum(), mesh=mesh, in_specs=P("data"))(torch.ones(4))  # doctest: +SKIP
+    >>> from ptrainx.mesh import make_mesh
+    >>> mesh = make_mesh(data=2, simulate=True)
+    >>> jit(lambda x: x.sum(), mesh=mesh, in_specs=P("data"))(torch.ones(4))
     tensor(4.)
     """
     options: dict[str, Any] = {

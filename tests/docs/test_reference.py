@@ -21,7 +21,8 @@ PUBLIC = [f"px.{name}" for name in px.__all__] + [
     for name in getattr(px, module).__all__
     if not (hasattr(px, name) and getattr(px, name) is getattr(getattr(px, module), name))
 ]
-SIGNATURES = sorted(set(re.findall(r"`(px\.[\w.]+)(\([^`]*\))`", REFERENCE)))
+SIGNATURES = sorted(set(re.findall(r"^(?:### |\| )`(px\.[\w.]+)(\([^`]*\))`", REFERENCE, re.M)))
+"""What stands in a heading, or first in the row of a table."""
 
 
 def lookup(path: str):
