@@ -27,7 +27,7 @@ from scoring import make_score
 from sharding import make_mesh, spread_over_data, tensor_parallel
 
 import ptrainx as px
-from ptrainx import P, observe
+from ptrainx import P
 
 STEPS = 900
 """About two minutes on two cores."""
@@ -139,7 +139,7 @@ def train(o: argparse.Namespace) -> None:
         **{"steps": o.steps, "batch": o.batch, "data": o.data or "the standard library", **vars(config)},
     }
     began = time.perf_counter()
-    with observe.MetricsWriter(out / "metrics.jsonl") as metrics, observe.Progress(o.steps) as progress:
+    with px.observe.MetricsWriter(out / "metrics.jsonl") as metrics, px.observe.Progress(o.steps) as progress:
         progress.print(f"{run['parameters']:,} parameters on {mesh}; {len(text):,} bytes, {len(held_out):,} held out")
         record: dict[str, Any] = {}
         for number in range(1, o.steps + 1):
@@ -148,7 +148,7 @@ def train(o: argparse.Namespace) -> None:
             state, values = step(state, batch)
             loss, seconds = float(values["loss"]), time.perf_counter() - start
             record = {"step": number, "loss": loss, "tokens_per_s": o.batch * config.context / seconds}
-            record |= {"step_s": seconds, "rss_mib": observe.rss_mib()}
+            record |= {"step_s": seconds, "rss_mib": px.observe.rss_mib()}
             progress.update(number, record)
             if number == 1:
                 record |= run | {"comm_bytes": step.comms(state, batch).total_bytes}
@@ -183,7 +183,7 @@ def out_of_time(began: float, minutes: float | None) -> bool:
 def picture(out: Path) -> None:
     """Draws the loss, if matplotlib is there."""
     try:
-        observe.plot_loss(out / "metrics.jsonl", unit="nats a byte")
+        px.observe.plot_loss(out / "metrics.jsonl", unit="nats a byte")
     except px.errors.BackendError as error:
         print(f"no loss.png: {error}")
 
