@@ -15,7 +15,7 @@ __all__ = ["generate"]
 
 @torch.no_grad()
 def generate(
-    params: Any, config: Config, key: torch.Tensor, length: int, prompt: bytes = b"\n\n", temperature: float = 0.7
+    params: Any, config: Config, key: torch.Tensor, length: int, prompt: bytes = b"\n\n", temperature: float = 0.8
 ) -> bytes:
     """Draws bytes, each from the model's distribution after the last `context` ones.
 
