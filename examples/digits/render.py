@@ -3,20 +3,18 @@
     python examples/digits/render.py
 
 `digits.py` is the source; a notebook server with jupytext opens it as it is. The kernel is this interpreter's own: no
-kernel has to be installed. What changes from run to run (times, process ids, cell ids) is left out.
+kernel has to be installed. What changes from run to run (times, cell ids) is left out.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import jupytext
 import nbformat
-from ipykernel.compiler import get_file_name
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import run_sync
@@ -25,7 +23,6 @@ from nbclient import NotebookClient
 __all__ = ["HERE", "execute", "read"]
 
 HERE = Path(__file__).resolve().parent
-_CELL_FILE = re.compile(r"\S*ipykernel_\d+[\\/](\d+\.py):(\d+)")
 
 
 def read(source: Path = HERE / "digits.py") -> Any:
@@ -58,27 +55,7 @@ def execute(notebook: Any, timeout: int = 300) -> Any:
         finally:
             run_sync(manager.shutdown_kernel)(now=True)
     notebook.metadata.pop("language_info", None)
-    _name_cells(notebook)
     return notebook
-
-
-def _name_cells(notebook: Any) -> None:
-    """In outputs, `In[3]:5` for a line of a cell, whose file has a name that the process chose."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    names = {Path(get_file_name(cell.source)).name: f"In[{cell.execution_count}]" for cell in code}
-    for cell in code:
-        for output in cell.outputs:
-            if _CELL_FILE.search(output.get("text", "")):
-                output.text = _narrowed(_CELL_FILE.sub(lambda m: f"{names[m[1]]}:{m[2]}".ljust(len(m[0])), output.text))
-
-
-def _narrowed(text: str) -> str:
-    """A text table with at most two blanks between its columns."""
-    lines = text.splitlines()
-    width = max(map(len, lines))
-    blank = [all(line[i : i + 1] in ("", " ") for line in lines) for i in range(width)]
-    kept = [i for i in range(width) if not (i > 1 and blank[i] and blank[i - 1] and blank[i - 2])]
-    return "\n".join("".join(line[i : i + 1] for i in kept).rstrip() for line in lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -134,5 +134,15 @@ def called_by_library(frame: Any) -> bool:
 
 
 def _short(name: str) -> str:
+    cell = _notebook_cell(name)
+    if cell is not None:
+        return cell
     relative = os.path.relpath(name) if os.path.isabs(name) else name
     return relative if len(relative) < len(name) and not relative.startswith("..") else name
+
+
+def _notebook_cell(name: str) -> str | None:
+    """`In[7]` for the file that a notebook keeps a cell in."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    formatted = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)(name)
+    return str(formatted[1]) if formatted else None
