@@ -169,5 +169,5 @@ def hash_tensor(value: torch.Tensor) -> str:
     """A hash of dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{value.dtype}{tuple(value.shape)}".encode(), digest_size=16)
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    digest.update(memoryview(flat.numpy()))
+    digest.update(flat.numpy().data)
     return digest.hexdigest()

@@ -21,7 +21,7 @@ from ptrainx.mesh.simulated import SimulatedDTensor, local_tensors
 
 __all__ = ["DonatedDTensor", "DonatedTensor", "check_donation", "exclusive", "is_donated", "refuse", "retire"]
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
 _STILL_KNOWN = {
     _T.shape.__get__,
     _T.dtype.__get__,
@@ -43,7 +43,8 @@ class _Donated:
         if func in _STILL_KNOWN:
             with tc.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        bad = next(a for a in optree.tree_leaves((args, kwargs)) if isinstance(a, _Donated))
+        arguments: Any = (args, kwargs)
+        bad = next(a for a in optree.tree_leaves(arguments) if isinstance(a, _Donated))
         refuse(bad)
 
     def refuse_use(self) -> NoReturn:
@@ -69,13 +70,13 @@ class _Donated:
         return format(repr(self), spec)
 
 
-class DonatedDTensor(_Donated, DTensor):
+class DonatedDTensor(_Donated, DTensor):  # type: ignore[misc]
     """A placed value after its donation."""
 
     __torch_function__ = _Donated.__torch_function__
 
 
-class DonatedTensor(_Donated, torch.Tensor):
+class DonatedTensor(_Donated, torch.Tensor):  # type: ignore[misc]
     """A plain tensor after its donation."""
 
 
@@ -110,7 +111,7 @@ def retire(leaves: Sequence[Any], names: Sequence[tuple[int, str]]) -> None:
             leaf.__class__ = DonatedTensor
         else:
             continue
-        leaf._donated_as = called  # type: ignore[attr-defined]
+        leaf._donated_as = called
 
 
 def donated_names(program: Program) -> list[tuple[int, str]]:

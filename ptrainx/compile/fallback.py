@@ -50,7 +50,8 @@ def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict,
         if _cause(refused) is not None or _NOT_OURS in str(refused):
             raise
         error = refused
-    operands = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    arguments: Any = (args, kwargs)
+    operands = [leaf for leaf in optree.tree_leaves(arguments) if isinstance(leaf, DTensor)]
     if not operands:
         raise error
     return _elsewhere(run, func, args, kwargs, operands, trace, error)
@@ -81,10 +82,11 @@ def _elsewhere(
     run: Any, func: Any, args: tuple, kwargs: dict, operands: list[DTensor], trace: TraceContext, error: Exception
 ) -> Any:
     written = _written(func, args, kwargs)
+    arguments: Any = (args, kwargs)
     with trace.marked(asked=False, reason=f"operands of {func}, which has no rule for their placements"):
         for keep in _ways(operands):
             moved: dict[int, DTensor] = {id(x): _moved(x, keep) for x in operands}
-            new_args, new_kwargs = optree.tree_map(lambda x, moved=moved: moved.get(id(x), x), (args, kwargs))
+            new_args, new_kwargs = optree.tree_map(lambda x, moved=moved: moved.get(id(x), x), arguments)
             try:
                 out = run(func, new_args, new_kwargs)
                 if func in _VIEWS and _strided(new_args[0]) and _strided(out):
@@ -146,7 +148,8 @@ def _on_replicas(func: Any, args: tuple, kwargs: dict, moved: dict[int, DTensor]
             return locals_[id(x)]
         return tc.wrap_local(x, tc.make_spec(mesh, replicate, x.shape, x.stride(), x.dtype))
 
-    local_args, local_kwargs = optree.tree_map(enter, (args, kwargs))
+    arguments: Any = (args, kwargs)
+    local_args, local_kwargs = optree.tree_map(enter, arguments)
     return optree.tree_map(leave, func(*local_args, **local_kwargs))
 
 
@@ -155,7 +158,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[DTensor]:
     found = []
     for i, formal in enumerate(func._schema.arguments):
         if formal.alias_info is not None and formal.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(formal.name)
+            value: Any = args[i] if i < len(args) else kwargs.get(formal.name)
             found += [leaf for leaf in optree.tree_leaves(value) if isinstance(leaf, DTensor)]
     return found
 

@@ -66,8 +66,7 @@ def set_item(value: torch.Tensor, index: Any, new: Any) -> None:
         torch.Tensor.__setitem__(value, index, new)
         return
     assert isinstance(value, DTensor)
-    whole = value.redistribute(value.device_mesh, [Replicate()] * len(placements))
-    whole = whole.clone()
+    whole: Any = value.redistribute(value.device_mesh, [Replicate()] * len(placements)).clone()
     torch.Tensor.__setitem__(whole, index, new)
     value.copy_(whole.redistribute(value.device_mesh, [Replicate() if p.is_partial() else p for p in placements]))
 

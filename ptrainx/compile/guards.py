@@ -143,7 +143,8 @@ class GlobalValues(TorchFunctionMode):
             return self._read_constant(func, args, kwargs)
         self._refuse(func, args, kwargs)
         with tc.DisableTorchFunctionSubclass():
-            args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
+            arguments: Any = (args, kwargs)
+            args, kwargs = optree.tree_map(self._enter, arguments, none_is_leaf=True)
             out = self._leave(GLOBAL_FORMS.get(func, func)(*args, **kwargs))
         if torch.is_grad_enabled():
             self.backward_sources.tag(out, self.trace)
@@ -181,7 +182,8 @@ class GlobalValues(TorchFunctionMode):
         if isinstance(out, torch.Tensor):
             return self._wrap(out) if tc.is_fake(out) and not isinstance(out, DTensor) else out
         if isinstance(out, (tuple, list)):
-            return optree.tree_map(self._leave, out) if not isinstance(out, torch.Size) else out
+            several: Any = out
+            return optree.tree_map(self._leave, several) if not isinstance(out, torch.Size) else out
         return out
 
     def as_global(self, value: Any) -> Any:
@@ -214,12 +216,14 @@ class EagerValues(TorchFunctionMode):
             with tc.DisableTorchFunction(), tc.no_dispatch_modes():
                 return func(*args, **kwargs)
         with tc.DisableTorchFunctionSubclass():
-            args, kwargs = optree.tree_map(self._enter, (args, kwargs), none_is_leaf=True)
+            arguments: Any = (args, kwargs)
+            args, kwargs = optree.tree_map(self._enter, arguments, none_is_leaf=True)
             return self._leave(GLOBAL_FORMS.get(func, func)(*args, **kwargs))
 
     def _whole(self, value: DTensor) -> torch.Tensor:
         with tc.DisableTorchFunction():
-            whole: Any = value.detach().redistribute(value.device_mesh, self.replicate)
+            detached: Any = value.detach()
+            whole = detached.redistribute(value.device_mesh, self.replicate)
         local = whole._local_tensor
         if isinstance(local, tc.AsyncCollectiveTensor):
             local = local.wait()
@@ -232,7 +236,8 @@ class EagerValues(TorchFunctionMode):
         if isinstance(out, torch.Tensor):
             return self.replicated(out)
         if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
-            return optree.tree_map(self._leave, out)
+            several: Any = out
+            return optree.tree_map(self._leave, several)
         return out
 
     def as_global(self, value: Any) -> Any:

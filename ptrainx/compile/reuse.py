@@ -1,7 +1,7 @@
 """Which operators may write their result into the memory of an operand that dies there.
 
-Enters: a graph after the passes. Leaves: for each such node, the operand whose memory it takes. Temporaries qualify, and
-donated arguments: so the last operator of an update writes the new parameter where the old one was.
+Enters: a graph after the passes. Leaves: for each such node, the operand whose memory it takes. Temporaries qualify,
+and donated arguments: so the last operator of an update writes the new parameter where the old one was.
 
 An operand may be overwritten by node n if n is the last to read it *and everything that shares its memory*, if it has
 the result's shape, strides and dtype, and if no other operand of n shares that memory. A collective reads its operand
@@ -42,7 +42,7 @@ _COMMUTATIVE = {"add", "mul"}
 
 
 def in_place_target(node: Node) -> Any:
-    """The operator that writes into its first operand: `aten::add.Tensor` -> `aten::add_.Tensor`; None if there is none."""
+    """The operator that writes into its first operand: `aten::add.Tensor` -> `aten::add_.Tensor`; None if none."""
     namespace, _, name = schema_name(node).partition("::")
     if namespace != "aten" or name not in _POINTWISE:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -37,9 +38,9 @@ def as_text(program: Program, graph: RankGraph) -> str:
             lines.append(f"  {names[node]}: {told}")
         else:
             lines.append(f"  {names[node]}: {kind} = {_call(node, names, graph)}  # {_note(node)}")
-    result = list(graph.module.graph.find_nodes(op="output"))[0].args[0]
-    for value, output in zip(result, graph.outputs):  # type: ignore[arg-type]
-        lines.append(f"  return {names[value]}: {placed(output)} as {output.path}")  # type: ignore[index]
+    result: Any = next(iter(graph.module.graph.find_nodes(op="output"))).args[0]
+    for value, output in zip(result, graph.outputs):
+        lines.append(f"  return {names[value]}: {placed(output)} as {output.path}")
     return "\n".join(lines)
 
 

@@ -152,7 +152,7 @@ def trace_program(program: Program, rank: int) -> RankGraph:
     with _tracing_environment(trace), fake_mode, torch.no_grad(), _explained(program, trace):
         module = make_fx(local_step, tracing_mode="real")(*locals_in)
     _lift_captures(module, captures)
-    axis_of = dict(zip(view._dim_group_names, program.mesh.axis_names))
+    axis_of: dict[str, str] = dict(zip(view._dim_group_names, program.mesh.axis_names))
     return RankGraph(
         module, rank, captures.values, captures.versions, found["tree"], found["outputs"], fake_mode, axis_of
     )
@@ -233,18 +233,18 @@ def sums_only(value: DTensor, placements: tuple) -> DTensor:
     if not averages:
         return value
     mesh, spec = value.device_mesh, value._spec
+    meta: Any = spec.tensor_meta
     n = math.prod(mesh.size(i) for i in averages)
     owed = tuple(Partial("sum") if i in averages else p for i, p in enumerate(value.placements))
-    return tc.wrap_local(
-        value._local_tensor / n, tc.make_spec(mesh, owed, value.shape, spec.tensor_meta.stride, value.dtype)
-    )
+    return tc.wrap_local(value._local_tensor / n, tc.make_spec(mesh, owed, value.shape, meta.stride, value.dtype))
 
 
 def _as_global(
     leaf: Any, where: str, program: Program, trace: TraceContext, replica: Callable[[torch.Tensor], DTensor]
 ) -> DTensor:
     if isinstance(leaf, DTensor):
-        return leaf.detach() if leaf.device_mesh is trace.view else replica(leaf)
+        detached: Any = leaf.detach()
+        return detached if leaf.device_mesh is trace.view else replica(leaf)
     if not is_array_like(leaf):
         kind = type(leaf)
         raise TreeError(

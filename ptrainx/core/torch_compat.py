@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import (
 )
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, _LocalDeviceMesh, enabled_local_tensor_mode
 from torch.distributed.tensor import DTensor
@@ -74,7 +75,7 @@ def fake_process_group(group_rank: int, size: int, name: str) -> Any:
     It takes no part in torch's world: it exists without one, and it outlives one.
     """
     backend = FakeProcessGroup._create_internal(group_rank, size)
-    group = ProcessGroup(torch.distributed.HashStore(), group_rank, size)
+    group: Any = ProcessGroup(HashStore(), group_rank, size)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend)
     group._set_group_name(name)
     return group
@@ -109,12 +110,12 @@ def is_strided_shard(placement: Any) -> bool:
     return isinstance(placement, _StridedShard)
 
 
-def make_spec(device_mesh: Any, placements: tuple, shape: torch.Size, stride: tuple, dtype: torch.dtype) -> DTensorSpec:
+def make_spec(device_mesh: Any, placements: tuple, shape: Any, stride: tuple, dtype: torch.dtype) -> DTensorSpec:
     """A DTensorSpec with its tensor meta."""
     return DTensorSpec(device_mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
-def wrap_local(local: torch.Tensor, spec: DTensorSpec, cls: type = DTensor, requires_grad: bool = False) -> Any:
+def wrap_local(local: torch.Tensor, spec: DTensorSpec, cls: Any = DTensor, requires_grad: bool = False) -> Any:
     """A DTensor over a local tensor, without the checks of `DTensor.from_local` and without the empty constructor."""
     return cls.__new__(cls, local, spec, requires_grad=requires_grad)
 

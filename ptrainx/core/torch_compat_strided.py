@@ -37,7 +37,7 @@ def make_strided_shards_traceable() -> Callable[[], None]:
         blocks = whole.reshape(*before, parts, split, logical_shape[dim] // (parts * split), *after)
         return blocks.transpose(dim, dim + 1).reshape(whole.shape)
 
-    _StridedShard._to_replicate_tensor = gather  # type: ignore[method-assign]
+    _StridedShard._to_replicate_tensor = gather  # type: ignore[method-assign,assignment]
     _StridedShard.local_shard_size_and_offset = _outside_of_traces(measured)  # type: ignore[method-assign]
     _utils._compute_local_shape_and_global_offset = _outside_of_traces(offset)
 

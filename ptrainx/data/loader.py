@@ -87,7 +87,7 @@ class Loader:
         batch_size: int,
         *,
         mesh: Mesh | None = None,
-        spec: SpecTree = P("data"),  # noqa: B008 (immutable)
+        spec: SpecTree = P("data"),
         seed: int = 0,
         epochs: int | None = 1,
         shuffle: bool = True,

@@ -384,7 +384,7 @@ class JitFunction:
                 fix="reshard an operand where the cost is wanted, change the specs, or raise max_implicit_bytes",
             )
 
-    def _check_inputs(self, compiled: Any, mesh: Mesh, leaves: list[Any]) -> None:
+    def _check_inputs(self, compiled: Any, mesh: AbstractMesh, leaves: list[Any]) -> None:
         with meeting_of(mesh, self.name) as meeting:
             meeting.settle([], plain_hashes(compiled.program, leaves))
 

@@ -27,8 +27,8 @@ def functionalize(graph: RankGraph) -> RankGraph:
     roots = alias_roots(graph.module.graph)
     order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
     with graph.fake_mode:
-        simple = all([_rewrite(node, roots, order) for node in writers])
-    return graph if simple else _traced_again(graph)
+        rewritten = [_rewrite(node, roots, order) for node in writers]
+    return graph if all(rewritten) else _traced_again(graph)
 
 
 def _rewrite(node: Node, roots: dict[Node, int], order: dict[Node, int]) -> bool:
