@@ -14,7 +14,7 @@ import pytest
 import ptrainx
 from tests.layout.rooms import LEVEL, MODULES, PACKAGE, ROOT, SHORTHANDS, imports, parsed, room_of
 
-PRIVATE = re.compile(r"torch\.(\w+\.)*_\w+(\.\w+)*")
+PRIVATE = re.compile(r"torch\.(\w+\.)*_(?!_)\w+(\.\w+)*")
 EXTENSION_POINTS = re.compile(r"torch\.(_check|_ops\.OpOverload|utils\._python_dispatch\.TorchDispatchMode)\b")
 """Names with an underscore that torch's documentation tells those who extend it to use."""
 SOURCES = [
