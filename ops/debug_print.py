@@ -67,7 +67,6 @@ def _emit(template: str, named: dict[str, Any], trace: TraceContext | None, sour
             _print_now(template, list(named), [_whole(value) for value in named.values()])
         return
     values: list[Any]
-    values: list[Any]
     with trace.marked(asked=True, reason="px.debug.print", source=source or trace.origin.source):
         values = [_replicated(trace.as_global(v)) for v in named.values()]
     # Every rank holds the operator, so that every rank takes part in what it gathers; one prints.

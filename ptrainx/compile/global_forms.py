@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 __all__ = ["GLOBAL_FORMS", "batch_norm", "set_item"]
 
+T = torch.Tensor
+
 
 def batch_norm(
     input: torch.Tensor,
@@ -63,11 +65,11 @@ def set_item(value: torch.Tensor, index: Any, new: Any) -> None:
     gathered, written and split again."""
     placements = value.placements if isinstance(value, DTensor) else ()
     if not any(_picks(index, p.dim % value.ndim) for p in placements if isinstance(p, Shard)):
-        torch.Tensor.__setitem__(value, index, new)
+        T.__setitem__(value, index, new)
         return
     assert isinstance(value, DTensor)
     whole: Any = value.redistribute(value.device_mesh, [Replicate()] * len(placements)).clone()
-    torch.Tensor.__setitem__(whole, index, new)
+    T.__setitem__(whole, index, new)
     value.copy_(whole.redistribute(value.device_mesh, [Replicate() if p.is_partial() else p for p in placements]))
 
 
@@ -82,6 +84,6 @@ def _picks(index: Any, dim: int) -> bool:
 GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
     F.batch_norm: batch_norm,
     torch.batch_norm: _batch_norm,
-    torch.Tensor.__setitem__: set_item,
+    T.__setitem__: set_item,
 }
 """Function -> how it is computed where its arguments are global values."""

@@ -7,13 +7,10 @@ traced.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +19,7 @@ from ptrainx.compile.comms import CommReport
 from ptrainx.compile.donation import is_donated, refuse
 from ptrainx.compile.eager import EagerProgram
 from ptrainx.compile.stages import Compiled, Lowered, Traced, compile_program, plain_hashes
-from ptrainx.compile.trace import Argument, Output, Program
+from ptrainx.compile.trace import Argument, Program
 from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
@@ -34,8 +31,10 @@ from ptrainx.mesh.partition_spec import P, PartitionSpec
 from ptrainx.mesh.placement import check_spec, spec_of, trace_placements
 from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh, same_mesh
+from ptrainx.transforms.cache_key import leaf_key, parameter_names, positions_of, typed, what_changed
 from ptrainx.transforms.grad import any_differentiated
 from ptrainx.transforms.reshard import reshard
+from ptrainx.transforms.successors import tell_misplaced_successors
 
 __all__ = ["BACKENDS", "JitFunction", "jit"]
 
@@ -112,13 +111,13 @@ class JitFunction:
         self.fn, self.mesh, self.in_specs, self.out_specs, self.backend = fn, mesh, in_specs, out_specs, backend
         self.name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
         self.name = self.name.rsplit("<locals>.", 1)[-1]
-        self.static = frozenset(_numbers(static_argnums, "static_argnums"))
-        self.donate = frozenset(_numbers(donate_argnums, "donate_argnums"))
+        self.static = frozenset(positions_of(static_argnums, "static_argnums"))
+        self.donate = frozenset(positions_of(donate_argnums, "donate_argnums"))
         self.max_implicit_bytes = max_implicit_bytes
         if self.static & self.donate:
             raise InputError(f"{self.name}: argument {min(self.static & self.donate)} is both static and donated")
         self._cache: dict[Any, Any] = {}
-        self._parameters = _parameter_names(fn)
+        self._parameters = parameter_names(fn)
         self._static_names = {self._called(i) for i in self.static}
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -166,7 +165,7 @@ class JitFunction:
     def _key(self, leaves: list[Any], treedef: Any, static: tuple) -> tuple[Any, AbstractMesh]:
         """(what the program of a call is found by, its mesh)."""
         mesh = self.mesh or default_mesh(leaves)
-        return (treedef, tuple([_leaf_key(leaf) for leaf in leaves]), static, mesh, tc.numeric_defaults()), mesh
+        return (treedef, tuple([leaf_key(leaf) for leaf in leaves]), static, mesh, tc.numeric_defaults()), mesh
 
     def _inline(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call inside another jitted function: its specs constrain, its mesh has to be the same."""
@@ -214,7 +213,7 @@ class JitFunction:
                 ) from None
         dynamic = tuple(a for i, a in enumerate(args) if i not in self.static)
         named = {name: a for name, a in kwargs.items() if name not in self._static_names}
-        return dynamic, named, tuple((i, _typed(value)) for i, value in found.items())
+        return dynamic, named, tuple((i, typed(value)) for i, value in found.items())
 
     def _called(self, position: int) -> str:
         return self._parameters[position] if position < len(self._parameters) else f"argument {position}"
@@ -348,7 +347,7 @@ class JitFunction:
 
     def _compile(self, key: Any, args: tuple, kwargs: dict, mesh: AbstractMesh, leaves: list[Any]) -> Any:
         if self._cache:
-            flags.log("retrace", f"{self.name} is traced again: {_what_changed(key, self._cache, self)}")
+            flags.log("retrace", f"{self.name} is traced again: {what_changed(key, self._cache)}")
         else:
             flags.log("retrace", f"{self.name} is traced for the first time")
         if not isinstance(mesh, Mesh):
@@ -365,7 +364,8 @@ class JitFunction:
                     meeting.settle([], plain_hashes(program, leaves))
             else:
                 compiled = compile_program(program, leaves, meeting, self._check_implicit)
-                self._tell_misplaced_successors(args, compiled.lowered)
+                donated = {self._called(i): args[i] for i in sorted(self.donate) if i < len(args)}
+                tell_misplaced_successors(self.name, donated, compiled.lowered)
         for old in [k for k in self._cache if k[3].epoch != mesh.epoch and not getattr(k[3], "simulated", False)]:
             if not getattr(mesh, "simulated", False):
                 del self._cache[old]
@@ -388,108 +388,6 @@ class JitFunction:
         with meeting_of(mesh, self.name) as meeting:
             meeting.settle([], plain_hashes(compiled.program, leaves))
 
-    def _tell_misplaced_successors(self, args: tuple, lowered: Lowered) -> None:
-        """Warns of a donated argument whose like in the result is placed otherwise: the next call can't take it."""
-        graph = lowered.graphs[0]
-        outputs = px_tree.unflatten(graph.out_tree, [_Leaf(output) for output in graph.outputs])
-        candidates = [outputs, *(outputs if isinstance(outputs, (tuple, list)) else ())]
-        arguments = {a.path: a for a in lowered.program.arguments}
-        for position in sorted(self.donate):
-            if position >= len(args):
-                continue
-            pairs, treedef = px_tree.flatten_with_path(args[position])
-            given = [arguments[px_tree.path_expr(path, self._called(position))] for path, _ in pairs]
-            for candidate in candidates:
-                leaves, structure = px_tree.flatten(candidate)
-                if structure != treedef or any(
-                    (a.shape, a.dtype) != (o.output.shape, o.output.dtype) for a, o in zip(given, leaves)
-                ):
-                    continue
-                moved = [
-                    f"{a.path} is donated at {a.spec}, {o.output.path} comes out at {o.output.spec}"
-                    for a, o in zip(given, leaves)
-                    if trace_placements(a.spec, lowered.program.mesh)
-                    != trace_placements(o.output.spec, lowered.program.mesh)
-                ]
-                if moved:
-                    warnings.warn(
-                        f"{self.name}: {'; '.join(moved)}. Give out_specs the specs of the argument, or the next call "
-                        "is traced again or refused.",
-                        stacklevel=4,
-                    )
-                break
-
-
-class _Leaf:
-    """An output as a leaf of a tree."""
-
-    def __init__(self, output: Output):
-        self.output = output
-
 
 def _aval(leaf: Any) -> Any:
     return leaf if isinstance(leaf, ShapeDtypeStruct) else as_tensor(leaf)
-
-
-def _typed(value: Any) -> Any:
-    """A static value that is equal only to one of its type: 1, 1.0 and True make different programs."""
-    return (tuple, tuple(map(_typed, value))) if type(value) is tuple else (type(value), value)
-
-
-_SCALARS: dict[type, Any] = {bool: ((), torch.bool), int: ((), torch.int64)}
-
-
-def _leaf_key(leaf: Any) -> Any:
-    """What of a leaf a compiled program depends on. Placed values: their spec; others: shape and dtype."""
-    if isinstance(leaf, DTensor):
-        if is_donated(leaf):
-            refuse(leaf)
-        return leaf._spec
-    if isinstance(leaf, torch.Tensor):
-        if is_donated(leaf):
-            refuse(leaf)
-        return tuple(leaf.shape), leaf.dtype
-    if isinstance(leaf, ShapeDtypeStruct):
-        return leaf.shape, leaf.dtype
-    kind = type(leaf)
-    if kind in _SCALARS:
-        return _SCALARS[kind]
-    if kind is float:
-        return (), torch.get_default_dtype()
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return tuple(leaf.shape), _torch_dtype(leaf.dtype)
-    return kind
-
-
-@functools.cache
-def _torch_dtype(dtype: Any) -> Any:
-    return as_tensor(np.zeros((), dtype)).dtype
-
-
-def _what_changed(key: Any, cache: dict, jitted: JitFunction) -> str:
-    old = next(reversed(cache))
-    if key[0] != old[0]:
-        return f"the structure of its arguments, from {old[0]} to {key[0]}"
-    if key[2] != old[2]:
-        return f"static arguments, from {old[2]} to {key[2]}"
-    if key[3] != old[3]:
-        return f"the mesh, from {old[3]} to {key[3]}"
-    if key[4] != old[4]:
-        return f"torch's defaults (dtype, autocast), from {old[4]} to {key[4]}"
-    changes = [f"leaf {i} from {a} to {b}" for i, (a, b) in enumerate(zip(old[1], key[1])) if a != b]
-    return "; ".join(changes) or "nothing that is known"
-
-
-def _numbers(value: int | Sequence[int], name: str) -> tuple[int, ...]:
-    numbers = (value,) if isinstance(value, int) else tuple(value)
-    if any(not isinstance(n, int) or n < 0 for n in numbers):
-        raise InputError(f"{name}={value!r}", expected="positions of arguments, counted from 0")
-    return numbers
-
-
-def _parameter_names(fn: Callable) -> tuple[str, ...]:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
