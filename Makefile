@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/ptrainx run -n 2 examples/gpt/train.py
 
+# Two workers, a file of tests at a time; each has one pool of processes for tests of real worlds.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
