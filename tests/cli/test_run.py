@@ -254,6 +254,6 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_loads_no_launcher_before_it_runs_one() -> None:
-    program = "import sys, ptrainx.cli.main; print([m for m in ('torch.distributed.run', 'rich') if m in sys.modules])"
+    program = "import sys, ptrainx.cli.main; print('torch.distributed.run' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout == "False\n"
