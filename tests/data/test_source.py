@@ -79,7 +79,9 @@ class Columns:
         return {"x": self.memory[indices], "y": np.arange(10)[indices]}
 
 
-@pytest.mark.parametrize("wrap", [np.array, torch.from_numpy, memmap, OnDisk, read_only, np.asfortranarray], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize(
+    "wrap", [np.array, torch.from_numpy, memmap, OnDisk, read_only, np.asfortranarray], ids=lambda wrap: wrap.__name__
+)
 def test_trees_of_arrays(wrap):
     batch = device_get(next(iter(Loader(arrays(wrap), 4, mesh=two()))))
     wanted = order(0, n=10)[:4]
