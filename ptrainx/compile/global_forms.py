@@ -1,7 +1,7 @@
 """Functions that torch computes in a way that shards can't follow, written for global values.
 
 A batch normalisation whose kernel writes into its operands without saying so; assignments through views of dims that
-are sharded.
+are sharded; cross-entropies (see `mean_losses`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ptrainx.compile.mean_losses import cross_entropy, nll_loss
 
 __all__ = ["GLOBAL_FORMS", "batch_norm", "set_item"]
 
@@ -85,5 +87,7 @@ GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
     F.batch_norm: batch_norm,
     torch.batch_norm: _batch_norm,
     T.__setitem__: set_item,
+    F.cross_entropy: cross_entropy,
+    F.nll_loss: nll_loss,
 }
 """Function -> how it is computed where its arguments are global values."""

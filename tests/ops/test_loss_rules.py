@@ -13,6 +13,7 @@ X = torch.linspace(0.1, 0.9, 48).reshape(8, 6)
 Y = X.flip(0, 1).roll(1, 1).contiguous()
 SIGNS = torch.tensor([1.0, -1.0]).repeat(4)
 CLASSES = torch.arange(8) % 6
+IGNORED = torch.tensor([1, 2, -100, -100, -100, 0, 3, 4])  # unevenly over the shards
 
 LOSSES = {
     "mse": F.mse_loss,
@@ -25,6 +26,12 @@ LOSSES = {
     "cosine embedding": lambda x, y, reduction: F.cosine_embedding_loss(x, y, SIGNS, reduction=reduction),
     "kl": lambda x, y, reduction: F.kl_div(x.log(), y, reduction="batchmean" if reduction == "mean" else reduction),
     "cross-entropy": lambda x, y, reduction: F.cross_entropy(x, CLASSES, reduction=reduction),
+    "cross-entropy with ignored targets": lambda x, y, reduction: F.cross_entropy(x, IGNORED, reduction=reduction),
+    "cross-entropy with weights": lambda x, y, reduction: F.cross_entropy(x, CLASSES, y[0], reduction=reduction),
+    "cross-entropy, weights, ignored, smoothed": lambda x, y, reduction: F.cross_entropy(
+        x, IGNORED, Y[0], reduction=reduction, label_smoothing=0.1
+    ),
+    "negative log-likelihood": lambda x, y, reduction: F.nll_loss(x.log(), IGNORED, Y[1], reduction=reduction),
     "cross-entropy of probabilities": lambda x, y, reduction: F.cross_entropy(x, y.softmax(1), reduction=reduction),
 }
 
