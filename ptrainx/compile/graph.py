@@ -1,12 +1,13 @@
 """What a legal graph is, and the questions that passes ask of one.
 
-A legal graph has its placeholders first, only ATen operators, our own operators, functional collectives and `getitem`
-after them, and one output, a list. Every collective's result is read by `wait_tensor` alone, and everyone else reads
-the wait. No operator writes into a placeholder.
+A legal graph has its placeholders first, only ATen operators, our own operators, functional collectives, loops and
+`getitem` after them, and one output, a list. Every collective's result is read by `wait_tensor` alone, and everyone
+else reads the wait. No operator writes into a placeholder.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -17,18 +18,24 @@ from torch.fx import Graph, Node
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.trace_context import Origin
 from ptrainx.mesh.exchange import COLLECTIVES
+from ptrainx.ops.loop import LOOP, LoopForm
 
 __all__ = [
     "IMPURE",
+    "Loop",
     "alias_roots",
     "axis_group",
     "check_legal",
     "is_collective",
+    "is_loop",
     "is_pure",
     "is_wait",
+    "loop_of",
+    "loops_of",
     "origin_of",
     "output_node",
     "schema_name",
+    "walk",
     "writes",
 ]
 
@@ -53,6 +60,56 @@ def is_wait(node: Node) -> bool:
     return schema_name(node) == WAIT
 
 
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of a graph.
+
+    Attributes:
+        node: its node.
+        name: the attribute of the owning module that holds the body.
+        body: a module with a legal graph: placeholders (*carry, *x, *consts), output [*carry, *y].
+        form: how operands divide, the number of steps, the direction.
+    """
+
+    node: Node
+    name: str
+    body: torch.fx.GraphModule
+    form: LoopForm
+
+    @property
+    def operands(self) -> tuple[list[Node], list[Node], list[Node]]:
+        """(carry, xs, consts)."""
+        return self.form.split(self.node.args[2:])
+
+
+def is_loop(node: Node) -> bool:
+    """Whether a node is a loop."""
+    return node.op == "call_function" and node.target is LOOP
+
+
+def loop_of(node: Node) -> Loop:
+    """What a loop's node says."""
+    owner: Any = node.args[0]
+    form: Any = node.args[1]
+    body: Any = getattr(node.graph.owning_module, str(owner.target))
+    return Loop(node, str(owner.target), body, LoopForm(*form))
+
+
+def loops_of(graph: Graph) -> list[Loop]:
+    """The loops of a graph, in order; not those inside their bodies."""
+    return [loop_of(node) for node in graph.nodes if is_loop(node)]
+
+
+def walk(graph: Graph, times: int = 1) -> Iterator[tuple[Node, int]]:
+    """Every node with how often it runs, the bodies of loops in the place of the loops."""
+    for node in graph.nodes:
+        if is_loop(node):
+            loop = loop_of(node)
+            yield from walk(loop.body.graph, times * loop.form.length)
+        else:
+            yield node, times
+
+
 def axis_group(node: Node) -> str:
     """The group name of a collective."""
     return node.args[-1]  # type: ignore[return-value]
@@ -68,6 +125,8 @@ def is_pure(node: Node) -> bool:
     """Whether a node may be dropped when nobody reads it."""
     if node.op in ("placeholder", "output"):
         return False
+    if is_loop(node):
+        return all(n.op in ("placeholder", "output") or is_pure(n) for n in loop_of(node).body.graph.nodes)
     return not writes(node) and schema_name(node) not in IMPURE
 
 
@@ -107,8 +166,10 @@ def check_legal(graph: Graph) -> None:
         body = True
         assert node.op in ("call_function", "get_attr", "output"), f"{node}: a {node.op} node"
         if node.op == "call_function":
-            known = schema_name(node) or node.target is operator.getitem
+            known = schema_name(node) or node.target is operator.getitem or is_loop(node)
             assert known, f"{node}: {node.target} is no operator"
         if is_collective(node) and not schema_name(node).startswith("_dtensor"):
             assert all(is_wait(u) for u in node.users), f"{node}: read without a wait"
+        if is_loop(node):
+            check_legal(loop_of(node).body.graph)
     graph.lint()

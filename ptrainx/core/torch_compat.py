@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
 )
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._higher_order_ops.utils import register_fake
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -36,6 +38,7 @@ __all__ = [
     "FakeProcessGroup",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "LocalTensor",
     "LocalTensorMode",
     "ProcessGroup",
@@ -55,6 +58,7 @@ __all__ = [
     "no_dispatch",
     "no_dispatch_modes",
     "numeric_defaults",
+    "register_fake",
     "register_process_group",
     "resolve_process_group",
     "restore_redistribute_hook",

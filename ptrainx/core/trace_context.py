@@ -45,12 +45,18 @@ class Origin:
         asked: of communication: whether the user asked for it (a reshard, an output spec, a gradient's reduction) or
             DTensor implied it, to bring an operator's operands together.
         reason: why there is communication here.
+        layer: the path of the parameter that it serves, or the loop that it runs in.
+        role: what a value is to the step: "parameter", "gradient", "activation", or "" if nobody has said.
+        remat: the call of a `remat`ed function that it belongs to, counted from 1; 0 outside.
     """
 
     source: str = "?"
     phase: str = "forward"
     asked: bool = False
     reason: str = ""
+    layer: str = ""
+    role: str = ""
+    remat: int = 0
 
 
 _current: contextvars.ContextVar[TraceContext | None] = contextvars.ContextVar("ptrainx_trace", default=None)

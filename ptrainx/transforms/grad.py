@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -219,7 +220,7 @@ def _called(fn: Any) -> str:
 
 
 def _replace_phase(origin: Any, phase: str) -> Any:
-    return type(origin)(origin.source, phase, origin.asked, origin.reason)
+    return dataclasses.replace(origin, phase=phase)
 
 
 def _nothing() -> Any:
