@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ptrainx.compile.graph import axis_group, is_wait, origin_of, schema_name
+from ptrainx.compile.provenance import merged_origin
 from ptrainx.compile.trace import RankGraph
 from ptrainx.core.trace_context import Origin
 
@@ -77,7 +78,7 @@ def _merge(graph: Graph, members: list[Node], position: dict[Node, int]) -> None
         return
     operands: list[Node] = [m.args[0] for m in members]  # type: ignore[misc]
     last = max(operands, key=position.__getitem__)
-    origin = _origin(members)
+    origin = merged_origin([origin_of(m) for m in members])
     anchor = last if last.op != "placeholder" else _last_placeholder(graph)
     emit = _Emitter(graph, anchor, origin)
     flat = emit(aten.cat.default, [emit(aten.reshape.default, o, [-1]) for o in operands])
@@ -96,11 +97,6 @@ def _merge(graph: Graph, members: list[Node], position: dict[Node, int]) -> None
 
 def _last_placeholder(graph: Graph) -> Node:
     return [n for n in graph.nodes if n.op == "placeholder"][-1]
-
-
-def _origin(members: list[Node]) -> Origin:
-    first = origin_of(members[0])
-    return Origin(first.source, first.phase, True, f"{first.reason} and {len(members) - 1} more")
 
 
 class _Emitter:
