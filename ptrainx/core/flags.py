@@ -5,14 +5,16 @@
 | `PTRAINX_LOG` | comma-separated topics to log; `retrace` tells what is traced, and why again |
 | `PTRAINX_CHECK_INPUTS` | `1`: compare plain inputs between ranks at every call, not just the first |
 | `PTRAINX_AGREEMENT_TIMEOUT` | seconds that ranks wait for each other before a graph's first run (default 120) |
+| `PTRAINX_CACHE_DIR` | where compiled code is kept (default: `ptrainx` in the user's cache folder) |
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
-__all__ = ["agreement_timeout", "check_inputs", "log"]
+__all__ = ["agreement_timeout", "cache_dir", "check_inputs", "log"]
 
 
 def _logger() -> logging.Logger:
@@ -39,3 +41,11 @@ def check_inputs() -> bool:
 def agreement_timeout() -> float:
     """Seconds to wait for the other ranks to agree on a graph."""
     return float(os.environ.get("PTRAINX_AGREEMENT_TIMEOUT", "120"))
+
+
+def cache_dir() -> Path:
+    """The folder that keeps compiled code: `PTRAINX_CACHE_DIR`, else `ptrainx` in `XDG_CACHE_HOME` or `~/.cache`."""
+    named = os.environ.get("PTRAINX_CACHE_DIR")
+    if named:
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "ptrainx"

@@ -1,0 +1,293 @@
+"""The inductor backend: regions of a rank's graph become calls of code that Inductor has compiled.
+
+Enters: a graph after the passes. Leaves: the same with each region replaced by one call; collectives, loops and their
+order stay ours. A region is found again by what it says, on what shapes, under which torch, code and processor: in this
+process, so that repeated layers and simulated ranks share one, and in the cache folder. Next stage: `lower`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import operator
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.func import functionalize
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ptrainx.compile.disk_cache import DiskCache, open_cache
+from ptrainx.compile.graph import copy_module, loops_of
+from ptrainx.compile.regions import Region, canonical, cut, put_in_place, region_module
+from ptrainx.compile.trace import RankGraph
+from ptrainx.core import flags
+from ptrainx.core import torch_compat as tc
+
+__all__ = ["CompileReport", "CompiledRegion", "FallbackWarning", "compile_regions", "no_compiler"]
+
+aten = torch.ops.aten
+_CODE = ("compile/inductor.py", "compile/regions.py", "compile/random_lowering.py", "core/torch_compat_inductor.py")
+_KIND = "regions"
+
+
+class FallbackWarning(UserWarning):
+    """What was to be compiled runs uncompiled."""
+
+
+@dataclasses.dataclass
+class CompileReport:
+    """What compiling a program took.
+
+    Attributes:
+        regions: calls of compiled code in the graphs of all ranks that this process plays.
+        compiled: how many of them had to be compiled.
+        from_disk: how many were found in the cache folder; the others are repetitions of one in this process.
+        failed: how many run uncompiled.
+        seconds: in all.
+    """
+
+    regions: int = 0
+    compiled: int = 0
+    from_disk: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        shared = self.regions - self.compiled - self.from_disk
+        parts = [f"{self.compiled} compiled", f"{self.from_disk} from the cache folder", f"{shared} shared"]
+        parts += [f"{self.failed} not compiled"] if self.failed else []
+        return f"{self.regions} regions: {', '.join(parts)}; {self.seconds:.1f} s"
+
+
+class CompiledRegion:
+    """A region's code: takes a list of tensors, which it empties, and returns the region's outputs.
+
+    Inductor may let two outputs share memory, or an output and an input, where the graph did not. What follows relies
+    on what the graph says, so the first call looks, and such outputs are copied from then on.
+
+    Args:
+        code: what `torch_compat_inductor` gave.
+        region: what was compiled.
+    """
+
+    boxed = True
+
+    def __init__(self, code: Any, region: Region):
+        self._code = code  # Its parts live as long as it does.
+        self._run = code.current_callable
+        self._overwrites = region.overwrites
+        self._allowed = _shared_pairs(region)
+        self._copied: tuple[int, ...] | None = None
+        self.__name__ = f"region_{len(region.nodes)}_operators"
+
+    def __call__(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self._copied is None:
+            return self._first_call(args)
+        taken = [args[source] for _, source in self._overwrites]
+        outs = self._run(args)
+        if taken:
+            outs = self._with_taken(outs, taken)
+        if self._copied:
+            outs = [out.clone() if i in self._copied else out for i, out in enumerate(outs)]
+        return outs
+
+    def _with_taken(self, outs: Sequence[torch.Tensor], taken: list[torch.Tensor]) -> list[torch.Tensor]:
+        merged = list(outs)
+        for (position, _), tensor in zip(self._overwrites, taken):
+            merged.insert(position, tensor)
+        return merged
+
+    def _first_call(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        held, taken = list(args), [args[source] for _, source in self._overwrites]
+        outs = self._with_taken(self._run(args), taken)
+        overwritten = dict(self._overwrites)
+        owner: dict[int, int] = {tc.storage_id(tensor): -1 for tensor in held}
+        copied = []
+        for i, out in enumerate(outs):
+            if i in overwritten:
+                continue
+            first = owner.setdefault(tc.storage_id(out), i)
+            if first != i and (first, i) not in self._allowed:
+                copied.append(i)
+        self._copied = tuple(copied)
+        return [out.clone() if i in copied else out for i, out in enumerate(outs)]
+
+
+def _shared_pairs(region: Region) -> frozenset[tuple[int, int]]:
+    """Pairs of outputs that share memory in the graph: a value and its views."""
+    roots = [tc.storage_id(node.meta["val"]) for node in region.outputs]
+    n = len(roots)
+    return frozenset((i, j) for i in range(n) for j in range(i + 1, n) if roots[i] == roots[j])
+
+
+_known: weakref.WeakValueDictionary[str, CompiledRegion] = weakref.WeakValueDictionary()
+# Inductor keeps its state in globals.
+_lock = threading.Lock()
+
+
+def compile_regions(graph: RankGraph, donated: Sequence[int], report: CompileReport) -> RankGraph:
+    """A copy of a rank's graph with its regions compiled, those of loops' bodies too.
+
+    Args:
+        graph: after the passes.
+        donated: indices of placeholders whose memory may be given to results.
+        report: counts what is done.
+    """
+    from ptrainx.core import torch_compat_inductor as inductor  # Importing Inductor takes a second.
+
+    begun = time.perf_counter()
+    cache, module = open_cache(), copy_module(graph.module)
+    with _lock, inductor.inductor_settings(str(cache.subfolder("inductor")), _threads()):
+        _compile_module(module, set(donated), graph.fake_mode, report, cache)
+    report.seconds += time.perf_counter() - begun
+    return dataclasses.replace(graph, module=module)
+
+
+def _compile_module(
+    module: GraphModule, donated: set[int], fake_mode: Any, report: CompileReport, cache: DiskCache
+) -> None:
+    for loop in loops_of(module.graph):
+        _compile_module(loop.body, set(), fake_mode, report, cache)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    # The last first: a region's outputs are inputs of later ones.
+    for region in reversed(cut(module.graph, [n for i, n in enumerate(placeholders) if i in donated])):
+        target = _compiled(region, module, fake_mode, report, cache)
+        if target is not None:
+            put_in_place(module.graph, region, target)
+    module.graph.lint()
+    module.recompile()
+
+
+def _compiled(
+    region: Region, owner: GraphModule, fake_mode: Any, report: CompileReport, cache: DiskCache
+) -> CompiledRegion | None:
+    key = hashlib.blake2b(f"{_surroundings()}\n{canonical(region)}".encode(), digest_size=20).hexdigest()
+    known = _known.get(key)
+    report.regions += 1
+    if known is not None:
+        return known
+    code = _load(key, region, report, cache)
+    if code is None:
+        code = _make(key, region, owner, fake_mode, report, cache)
+    if code is None:
+        report.regions -= 1
+        report.failed += 1
+        return None
+    found = CompiledRegion(code, region)
+    _known[key] = found
+    return found
+
+
+def _load(key: str, region: Region, report: CompileReport, cache: DiskCache) -> Any:
+    """A region's code from the cache folder; None if it is not there, or can't be read."""
+    from ptrainx.core import torch_compat_inductor as inductor
+
+    data = cache.read(_KIND, key)
+    if data is None:
+        return None
+    try:
+        code = inductor.from_bytes(data, [node.meta["val"] for node in region.inputs])
+    except Exception as error:
+        flags.log("cache", f"an entry is made again: {error}")
+        return None
+    report.from_disk += 1
+    return code
+
+
+def _make(key: str, region: Region, owner: GraphModule, fake_mode: Any, report: CompileReport, cache: DiskCache) -> Any:
+    """A region's code, compiled and kept; None, with a warning, if Inductor can't."""
+    from ptrainx.core import torch_compat_inductor as inductor
+
+    try:
+        code = _compile(region, owner, fake_mode)
+    except Exception as error:
+        _tell_failure(region, error)
+        return None
+    report.compiled += 1
+    try:
+        cache.write(_KIND, key, inductor.to_bytes(code))
+    except Exception as error:
+        flags.log("cache", f"an entry can't be kept: {error}")
+    return code
+
+
+def _compile(region: Region, owner: GraphModule, fake_mode: Any) -> Any:
+    from ptrainx.core import torch_compat_inductor as inductor
+
+    inputs = [node.meta["val"] for node in region.inputs]
+    module = region_module(region, owner)
+    with torch.fx.traceback.preserve_node_meta(False), fake_mode, torch.no_grad():
+        traced = make_fx(
+            functionalize(torch.fx.Interpreter(module).run),
+            decomposition_table=inductor.decompositions(),
+            tracing_mode="real",
+        )(*inputs)
+    _write_overwrites(traced, region)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return inductor.compile_graph(traced, inputs, fake_mode)
+
+
+def _write_overwrites(module: GraphModule, region: Region) -> None:
+    """Outputs that take an input's memory are copied there, which Inductor makes the place where they are computed."""
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    output = next(iter(module.graph.find_nodes(op="output")))
+    results = list(output.args[0])
+    with module.graph.inserting_before(output):
+        for i, j in region.overwrites:
+            copy = module.graph.call_function(aten.copy_.default, (placeholders[j], results[i]))
+            copy.meta["val"] = placeholders[j].meta["val"]
+    taken = dict(region.overwrites)
+    output.args = (tuple(r for i, r in enumerate(results) if i not in taken),)
+
+
+def _tell_failure(region: Region, error: Exception) -> None:
+    names = [str(n.target) for n in region.nodes if n.target is not operator.getitem]
+    shown = ", ".join(dict.fromkeys(names[:6])) + (", ..." if len(names) > 6 else "")
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    warnings.warn(
+        f"Inductor can't compile a region of {len(names)} operators ({shown}), which runs uncompiled: {first}",
+        FallbackWarning,
+        stacklevel=2,
+    )
+
+
+def no_compiler(device: torch.device) -> str | None:
+    """What Inductor would need on a device and does not find; None if all is there."""
+    from ptrainx.core import torch_compat_inductor as inductor
+
+    return inductor.compiler_problem(device.type)
+
+
+def _threads() -> int:
+    """How many C++ compilers run at a time; they are threads of this process and end with the compilation."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, min(8, len(os.sched_getaffinity(0))))
+    return max(1, min(8, os.cpu_count() or 1))
+
+
+def _surroundings() -> str:
+    """Everything but the region itself that its code depends on."""
+    from ptrainx.core import torch_compat_inductor as inductor
+
+    return f"{torch.__version__} {inductor.processor_flags()} {torch.get_num_threads()} threads, code {code_version()}"
+
+
+@functools.cache
+def code_version() -> str:
+    """A digest of those files of ours that decide what a region is compiled to."""
+    root = Path(__file__).resolve().parents[1]
+    files = [root / name for name in _CODE] + sorted((root / "ops" / "random").glob("*.py"))
+    digest = hashlib.blake2b(digest_size=12)
+    for file in files:
+        digest.update(file.read_bytes() if file.exists() else b"")
+    return digest.hexdigest()
