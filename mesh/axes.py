@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ptrainx.core.errors import MeshError
 
-__all__ = ["axes_text", "check_axes", "check_world", "fill_in"]
+__all__ = ["axes_text", "check_axes", "check_world", "fill_in", "join_axes", "split_axes"]
 
 
 def check_axes(axes: Mapping[str, int] | None, axis_sizes: Mapping[str, int], free: bool = False) -> dict[str, int]:
@@ -101,3 +101,21 @@ def check_world(sizes: dict[str, int], world_size: int) -> None:
     devices = "1 device" if n == 1 else f"{n} devices"
     problem = f"a mesh of {axes_text(sizes)} needs {devices}, this world has {_processes(world_size)}"
     raise MeshError(problem, fix=fix)
+
+
+def join_axes(axes: Iterable[str]) -> str:
+    """One name for several axes taken together, major to minor.
+
+    >>> join_axes(["data", "model"])
+    'data*model'
+    """
+    return "*".join(axes)
+
+
+def split_axes(name: str) -> tuple[str, ...]:
+    """The axes in a name from `join_axes`.
+
+    >>> split_axes("data*model")
+    ('data', 'model')
+    """
+    return tuple(name.split("*"))

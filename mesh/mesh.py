@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrainx.core import torch_compat_world
 from ptrainx.core.errors import MeshError
 from ptrainx.mesh.axes import axes_text, check_axes, check_world, fill_in
-from ptrainx.mesh.virtual import VirtualDeviceMesh, next_uid
+from ptrainx.mesh.virtual import VirtualDeviceMesh, axis_groups, next_uid
 from ptrainx.mesh.world import World, current_world, initialize
 
 __all__ = ["AbstractMesh", "Mesh", "ambient_mesh", "epoch_of", "make_mesh"]
@@ -41,6 +42,7 @@ class AbstractMesh:
 
     simulated = False
     epoch = 0
+    one_backend = True  # whether one torch.distributed backend carries all axes
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **axis_sizes: int):
         self._shape = check_axes(axes, axis_sizes)
@@ -127,6 +129,7 @@ class Mesh(AbstractMesh):
         self.device_type: str = device_mesh.device_type
         self._world = world
         self._position = _position(device_mesh)
+        self._groups: dict[tuple[str, ...], Any] = {}
         self.epoch = 0 if world is None else world.epoch
         # From a placed value back to its mesh; weak, since the torch mesh must not keep ours alive.
         device_mesh.ptrainx_mesh = weakref.ref(self)  # type: ignore[attr-defined]
@@ -191,6 +194,27 @@ class Mesh(AbstractMesh):
     def device(self) -> torch.device:
         """Where this process keeps its local tensors."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
+
+    @functools.cached_property
+    def one_backend(self) -> bool:  # type: ignore[override]
+        groups = [] if self.simulated else [self.device_mesh.get_group(axis) for axis in self.axis_names]
+        return len({dist.get_backend(group) for group in groups}) < 2
+
+    def group_over(self, axes: tuple[str, ...]) -> Any:
+        """The process group over some axes together, of which this process is a member.
+
+        Groups over several axes are made when they are first asked for, which all their members have to do in one
+        order; the mesh keeps them until its world ends.
+        """
+        self.check_alive()
+        if len(axes) == 1:
+            return self.device_mesh.get_group(axes[0])
+        if axes not in self._groups:
+            dims = [self.axis_names.index(axis) for axis in axes]
+            places = next(g for g in axis_groups(tuple(self._shape.values()), *dims) if self._position in g)
+            devices = self.device_mesh.mesh.flatten()[places].tolist()
+            self._groups[axes] = dist.new_group(devices, use_local_synchronization=True)
+        return self._groups[axes]
 
     def check_alive(self) -> None:
         """Raises MeshError if the world that the mesh was made in has ended."""

@@ -25,14 +25,16 @@ def next_uid() -> int:
     return next(_uids)
 
 
-def axis_groups(shape: tuple[int, ...], dim: int) -> list[list[int]]:
-    """The ranks of each group along one mesh dim.
+def axis_groups(shape: tuple[int, ...], *dims: int) -> list[list[int]]:
+    """The ranks of each group along one mesh dim, or along several, major to minor.
 
     >>> axis_groups((2, 2), 0)
     [[0, 2], [1, 3]]
+    >>> axis_groups((2, 2), 0, 1)
+    [[0, 1, 2, 3]]
     """
     grid = torch.arange(math.prod(shape)).reshape(shape)
-    return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+    return grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, math.prod(shape[d] for d in dims)).tolist()
 
 
 class VirtualDeviceMesh(DeviceMesh):

@@ -1,4 +1,4 @@
-"""The collectives of one mesh axis, as the generated code calls them on a real mesh.
+"""The collectives of a mesh axis, or of several taken together, as the generated code calls them on a real mesh.
 
 Each starts the collective and returns a `Pending`; `wait()` gives the result. Handles are held here rather than left
 to torch's functional collectives: with gloo, several functional gathers in flight crash the process now and then.
@@ -6,13 +6,17 @@ to torch's functional collectives: with gloo, several functional gathers in flig
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Channel", "Pending", "open_channels"]
+from ptrainx.mesh.axes import split_axes
+
+__all__ = ["Channel", "Channels", "FlatChannel", "Pending", "open_channels"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
@@ -114,10 +118,45 @@ def _reduce_parts(parts: torch.Tensor, op: str) -> torch.Tensor:
     return total / len(parts) if op == "avg" else total
 
 
-def open_channels(mesh: Any) -> dict[str, Channel]:
-    """A channel for each axis of a real mesh."""
-    channels = {}
-    for axis in mesh.axis_names:
-        group = mesh.device_mesh.get_group(axis)
-        channels[axis] = Channel(group, dist.get_process_group_ranks(group))
-    return channels
+class FlatChannel(Channel):
+    """Several mesh axes of this process taken together.
+
+    Its group is made at its first collective: by then the ranks have agreed on the program, so all of them come there
+    in one order.
+    """
+
+    def __init__(self, mesh: Any, axes: tuple[str, ...]):
+        self.mesh, self.axes = mesh, axes
+        self.size = math.prod(mesh.shape[axis] for axis in axes)
+
+    @functools.cached_property
+    def group(self) -> Any:  # type: ignore[override]
+        return self.mesh.group_over(self.axes)
+
+    @functools.cached_property
+    def ranks(self) -> list[int]:  # type: ignore[override]
+        return dist.get_process_group_ranks(self.group)
+
+    @functools.cached_property
+    def gloo(self) -> bool:  # type: ignore[override]
+        return "gloo" in dist.get_backend(self.group)
+
+
+class Channels(dict[str, Channel]):
+    """Axis -> its channel, on a real mesh; `data*model` is the channel of both together, made when it is asked for."""
+
+    def __init__(self, mesh: Any):
+        super().__init__()
+        self.mesh = mesh
+        for axis in mesh.axis_names:
+            group = mesh.group_over((axis,))
+            self[axis] = Channel(group, dist.get_process_group_ranks(group))
+
+    def __missing__(self, name: str) -> Channel:
+        self[name] = FlatChannel(self.mesh, split_axes(name))
+        return self[name]
+
+
+def open_channels(mesh: Any) -> Channels:
+    """The channels of a real mesh."""
+    return Channels(mesh)

@@ -15,6 +15,7 @@ import torch
 
 from ptrainx.compile.lower import CollectiveCall
 from ptrainx.core.errors import AgreementError
+from ptrainx.mesh.axes import split_axes
 from ptrainx.mesh.exchange import exchange
 from ptrainx.mesh.virtual import axis_groups
 
@@ -37,11 +38,10 @@ class Lockstep:
         shape: dict[str, int],
     ):
         self.programs = list(programs)
-        sizes = tuple(shape.values())
         self.group_of: dict[str, list[list[int]]] = {}
-        for dim, axis in enumerate(shape):
+        for axis in {call.axis for _, calls in self.programs for call in calls}:
             members: list[list[int]] = [[] for _ in self.programs]
-            for group in axis_groups(sizes, dim):
+            for group in axis_groups(tuple(shape.values()), *(list(shape).index(a) for a in split_axes(axis))):
                 for rank in group:
                     members[rank] = group
             self.group_of[axis] = members

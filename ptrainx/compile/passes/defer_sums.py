@@ -1,0 +1,197 @@
+"""Sums over ranks are taken after sums over time: fewer all-reduces, of the same size.
+
+    a sum of all-reduces               all_reduce(g) * 0.5 + all_reduce(h)  ->  all_reduce(g * 0.5 + h)
+    an accumulation in a loop          carry = carry + all_reduce(g)        ->  carry = carry + g; all_reduce(carry)
+
+Between the reduction and the sum may stand what commutes with a sum over ranks: products and quotients with a number,
+and a sign. The carry has to be read by its own sum alone. It then starts from zeros, and what it started from is added
+after the reduction. `a + b` rounds otherwise than before, so results agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ptrainx.compile.graph import Loop, axis_group, is_loop, loop_of, output_node, schema_name
+from ptrainx.compile.passes.emit import ALL_REDUCE, Emitter, collective_of, only_user, same_layout
+from ptrainx.compile.trace import RankGraph
+
+__all__ = ["defer_loop_sums", "merge_sums"]
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+class _Paid(NamedTuple):
+    """A term of a sum: `steps`, from the outermost, of an all-reduce that nobody else reads."""
+
+    steps: list[Node]
+    wait: Node
+    reduce: Node
+
+    @property
+    def group(self) -> str:
+        return axis_group(self.reduce)
+
+
+def _paid(node: Any, reader: Node) -> _Paid | None:
+    """The term as an all-reduced sum, if it is one; `reader` is its only reader."""
+    steps: list[Node] = []
+    while isinstance(node, Node) and only_user(node) is reader:
+        reduce = collective_of(node, ALL_REDUCE)
+        if reduce is not None:
+            return _Paid(steps, node, reduce) if reduce.args[1] in ("sum", "avg") else None
+        if not _is_scaling(node):
+            return None
+        steps.append(node)
+        reader, node = node, node.args[0]
+    return None
+
+
+def _is_scaling(node: Node) -> bool:
+    name, value = schema_name(node), node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or node.kwargs:
+        return False
+    operand = node.args[0]
+    if not isinstance(operand, Node) or not same_layout(node, operand):
+        return False
+    return name == "aten::neg" or (name in ("aten::mul", "aten::div") and isinstance(node.args[1], (int, float)))
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether a node adds two values like its own."""
+    return (
+        schema_name(node) == "aten::add"
+        and not node.kwargs
+        and len(node.args) == 2
+        and all(isinstance(a, Node) and same_layout(a, node) for a in node.args)
+    )
+
+
+def _before(emit: Emitter, paid: _Paid) -> Node:
+    """The term without its all-reduce."""
+    value: Any = paid.reduce.args[0]
+    for step in reversed(paid.steps):
+        value = emit(step.target, value, *step.args[1:])
+    return value
+
+
+# --- sums of all-reduces ---------------------------------------------------------------------------------------------
+
+
+def merge_sums(graph: RankGraph) -> RankGraph:
+    """All-reduces over one axis whose results are only added up become one."""
+    changed = True
+    while changed:
+        changed = False
+        for node in list(graph.module.graph.nodes):
+            if _is_sum(node) and not (len(node.users) == 1 and _is_sum(next(iter(node.users)))):
+                changed = _merge_terms(graph, node) or changed
+    return graph
+
+
+def _terms(total: Node) -> list[tuple[Node, Node]]:
+    """(term, its reader) of a tree of additions, from left to right."""
+    found: list[tuple[Node, Node]] = []
+    for operand in total.args:
+        assert isinstance(operand, Node)
+        if _is_sum(operand) and only_user(operand) is total:
+            found += _terms(operand)
+        else:
+            found.append((operand, total))
+    return found
+
+
+def _merge_terms(graph: RankGraph, total: Node) -> bool:
+    terms = _terms(total)
+    kinds: dict[tuple, list[_Paid]] = {}
+    rest: list[Node] = []
+    for term, reader in terms:
+        paid = _paid(term, reader)
+        if paid is None:
+            rest.append(term)
+        else:
+            kinds.setdefault((paid.group, paid.reduce.args[1]), []).append(paid)
+    if all(len(group) < 2 for group in kinds.values()):
+        return False
+    emit = Emitter(graph, total, total)
+    sums: list[Node] = list(rest)
+    for (group, op), members in kinds.items():
+        like = members[0].reduce
+        local = [_before(emit, paid) for paid in members]
+        owed = Emitter(graph, total, like)
+        value = local[0]
+        for other in local[1:]:
+            value = owed(aten.add.Tensor, value, other)
+        sums.append(owed.collective(c10d.all_reduce.default, value, op, group))
+    value = sums[0]
+    for other in sums[1:]:
+        value = emit(aten.add.Tensor, value, other)
+    total.replace_all_uses_with(value)
+    _erase_up(graph, total)
+    return True
+
+
+def _erase_up(graph: RankGraph, node: Node) -> None:
+    """Erases a node that nobody reads, and what was there for it alone."""
+    operands = node.all_input_nodes
+    graph.module.graph.erase_node(node)
+    for operand in operands:
+        if not operand.users and operand.op == "call_function":
+            _erase_up(graph, operand)
+
+
+# --- accumulations in loops ------------------------------------------------------------------------------------------
+
+
+def defer_loop_sums(graph: RankGraph) -> RankGraph:
+    """All-reduces that a loop's carry adds up are taken once, after the loop; inner loops first."""
+    for node in list(graph.module.graph.nodes):
+        if is_loop(node):
+            loop = loop_of(node)
+            inner = RankGraph(loop.body, graph.rank, [], [], None, (), graph.fake_mode, graph.axis_of)
+            inner.shape, inner.flat = graph.shape, graph.flat
+            defer_loop_sums(inner)
+            for i in range(loop.form.n_carry):
+                while _defer(graph, inner, loop_of(node), i):
+                    pass
+            loop.body.recompile()
+    return graph
+
+
+def _defer(graph: RankGraph, inner: RankGraph, loop: Loop, i: int) -> bool:
+    if sum(is_loop(n) and n.args[0].target == loop.name for n in graph.module.graph.nodes) > 1:  # type: ignore[union-attr]
+        return False
+    carry = list(loop.body.graph.find_nodes(op="placeholder"))[i]
+    results: Any = output_node(loop.body.graph).args[0]
+    total = results[i]
+    if not isinstance(total, Node) or not _is_sum(total) or results.count(total) > 1:
+        return False
+    if set(total.users) != {output_node(loop.body.graph)} or set(carry.users) != {total}:
+        return False
+    term = next((a for a in total.args if a is not carry), None)
+    paid = _paid(term, total)
+    if paid is None:
+        return False
+    emit = Emitter(inner, total, total)
+    total.replace_input_with(term, _before(emit, paid))  # type: ignore[arg-type]
+    _erase_up(inner, term)  # type: ignore[arg-type]
+    _pay_after(graph, loop, i, paid)
+    return True
+
+
+def _pay_after(graph: RankGraph, loop: Loop, i: int, paid: _Paid) -> None:
+    start: Any = loop.node.args[2 + i]
+    zeros = Emitter(graph, loop.node, paid.reduce)(aten.zeros_like.default, start)
+    args = list(loop.node.args)
+    args[2 + i] = zeros
+    loop.node.args = tuple(args)
+    for user in list(loop.node.users):
+        if user.target is operator.getitem and user.args[1] == i:
+            emit = Emitter(graph, user.next, paid.reduce)
+            whole = emit.collective(c10d.all_reduce.default, user, paid.reduce.args[1], paid.group)
+            final = emit(aten.add.Tensor, start, whole)
+            user.replace_all_uses_with(final, delete_user_cb=lambda reader, whole=whole: reader is not whole.args[0])
