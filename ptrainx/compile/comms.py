@@ -1,17 +1,24 @@
-"""What a graph sends: one row a collective, with the user's line and the reason."""
+"""What a graph sends: every collective with its axis, bytes, source line, layer, and why it is there."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import textwrap
 from collections.abc import Mapping
 
 import torch
 from torch.fx import Node
 
-from ptrainx.compile.graph import axis_group, is_collective, origin_of, schema_name
+from ptrainx.compile.graph import axis_group, is_collective, origin_of, schema_name, walk
+from ptrainx.compile.provenance import join_layers
 from ptrainx.compile.trace import RankGraph
+from ptrainx.mesh.axes import split_axes
 
-__all__ = ["Comm", "CommReport", "report_comms", "wire_bytes"]
+__all__ = ["Comm", "CommReport", "kind_of", "members_of", "report_comms", "wire_bytes"]
+
+WIDTH = 100
+"""What a table should not be wider than."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +27,15 @@ class Comm:
 
     Attributes:
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `broadcast`.
-        axis: the mesh axis it goes over.
+        axis: the mesh axis it goes over; of several together, `data*model`.
         bytes: what one rank sends over the wire, all `count` together, with ring algorithms.
-        count: how many collectives.
+        count: how many collectives; those in a loop count once a step.
         source: `file:line` of the user's code.
         phase: forward, backward or update.
         asked: asked for (an output spec, a reshard, a gradient's reduction), or implied by operands whose placements
             conflict.
         reason: why.
+        layer: the parameter that it serves, by its path, or the loop; "" if none.
     """
 
     kind: str
@@ -38,10 +46,11 @@ class Comm:
     phase: str
     asked: bool
     reason: str
+    layer: str = ""
 
 
 class CommReport(list[Comm]):
-    """The rows of `comms()`; prints as a table."""
+    """The rows of `comms()`; prints as a table, in which rows that differ in their layer only are one."""
 
     @property
     def total_bytes(self) -> int:
@@ -51,19 +60,50 @@ class CommReport(list[Comm]):
     def __str__(self) -> str:
         if not self:
             return "no communication"
-        head = ("kind", "axis", "count", "bytes", "phase", "asked", "source", "reason")
         rows = [
-            (c.kind, c.axis, str(c.count), f"{c.bytes:,}", c.phase, "yes" if c.asked else "implied", c.source, c.reason)
-            for c in self
-        ]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        right = {2, 3}
-        lines = [
-            "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-            for row in (head, *rows)
-        ]
-        total = f"{sum(c.count for c in self)} collectives, {self.total_bytes:,} bytes sent by a rank"
-        return "\n".join([*(line.rstrip() for line in lines), total])
+            (c.kind, c.axis, f"{c.count:,}", f"{c.bytes:,}", c.phase, "yes" if c.asked else "implied", c.layer,
+             c.source, c.reason)
+            for c in _grouped(self)
+        ]  # fmt: skip
+        head = ("kind", "axis", "count", "bytes", "phase", "asked", "layer", "source", "reason")
+        lines = _table([head, *rows])
+        total = f"{sum(c.count for c in self):,} collectives, {self.total_bytes:,} bytes sent by a rank"
+        return "\n".join([*lines, total])
+
+
+def _grouped(rows: list[Comm]) -> list[Comm]:
+    """One row for all layers that are alike in everything else."""
+    found: dict[tuple, list[Comm]] = {}
+    for c in rows:
+        found.setdefault((c.kind, c.axis, c.source, c.phase, c.asked, c.reason), []).append(c)
+    return [
+        dataclasses.replace(
+            group[0],
+            bytes=sum(c.bytes for c in group),
+            count=sum(c.count for c in group),
+            layer=join_layers(part for c in group for part in c.layer.split(", ")),
+        )
+        for group in found.values()
+    ]
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as aligned lines; source and reason, where the lines would be too wide, on lines of their own."""
+    columns = [column for column in zip(*rows) if any(column[1:])]
+    right = {"count", "bytes"}
+    widths = [max(map(len, column)) for column in columns]
+    cells = [
+        [cell.rjust(w) if column[0] in right else cell.ljust(w) for cell in column]
+        for column, w in zip(columns, widths)
+    ]
+    lines = list(zip(*cells))
+    if sum(widths) + 2 * (len(widths) - 1) <= WIDTH:
+        return ["  ".join(line).rstrip() for line in lines]
+    short = []
+    for line, (*_, source, reason) in zip(lines, rows):
+        short.append("  ".join(line[:-2]).rstrip())
+        short += textwrap.wrap(f"{source}  {reason}", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    return short
 
 
 _KINDS = {
@@ -74,6 +114,16 @@ _KINDS = {
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
 }
+
+
+def kind_of(node: Node) -> str:
+    """The kind of a collective, as `Comm` calls it."""
+    return _KINDS[schema_name(node).split("::")[-1]]
+
+
+def members_of(axis: str, sizes: Mapping[str, int]) -> int:
+    """How many ranks take part in a collective over an axis, or over several: `data*model`."""
+    return math.prod(sizes[name] for name in split_axes(axis))
 
 
 def wire_bytes(kind: str, operand: torch.Tensor, n: int) -> int:
@@ -91,22 +141,21 @@ def wire_bytes(kind: str, operand: torch.Tensor, n: int) -> int:
 def report_comms(graph: RankGraph, sizes: Mapping[str, int]) -> CommReport:
     """The communication of a rank's graph, equal rows counted together, in the order of their first appearance."""
     found: dict[tuple, list[int]] = {}
-    for node in graph.module.graph.nodes:
+    for node, times in walk(graph.module.graph):
         if is_collective(node):
             key, size = _row(node, graph, sizes)
             counted = found.setdefault(key, [0, 0])
-            counted[0] += 1
-            counted[1] += size
+            counted[0] += times
+            counted[1] += times * size
     return CommReport(
-        Comm(kind, axis, size, count, source, phase, asked, reason)
-        for (kind, axis, source, phase, asked, reason), (count, size) in found.items()
+        Comm(kind, axis, size, count, source, phase, asked, reason, layer)
+        for (kind, axis, source, phase, asked, reason, layer), (count, size) in found.items()
     )
 
 
 def _row(node: Node, graph: RankGraph, sizes: Mapping[str, int]) -> tuple[tuple, int]:
-    kind = _KINDS[schema_name(node).split("::")[-1]]
-    axis = graph.axis_of[axis_group(node)]
+    kind, axis = kind_of(node), graph.axis_of[axis_group(node)]
     origin = origin_of(node)
     operand = node.args[0].meta["val"]  # type: ignore[union-attr]
-    key = (kind, axis, origin.source, origin.phase, origin.asked, origin.reason)
-    return key, wire_bytes(kind, operand, sizes[axis])
+    key = (kind, axis, origin.source, origin.phase, origin.asked, origin.reason, origin.layer)
+    return key, wire_bytes(kind, operand, members_of(axis, sizes))

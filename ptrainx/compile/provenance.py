@@ -19,7 +19,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -140,7 +141,7 @@ class _Sweep:
         """From each gradient back to the operator that makes it."""
         todo = [(n, origin_of(n).layer) for n in self.graph.nodes if origin_of(n).role == "gradient"]
         outputs = output_node(self.graph).args[0]
-        todo += [(outputs[i], layer) for i, layer in results.items()]  # type: ignore[index,misc]
+        todo += [(outputs[i], layer) for i, layer in results.items()]  # type: ignore[index]
         while todo:
             node, layer = todo.pop()
             if not isinstance(node, Node) or node in self.layer or node.op == "placeholder":
@@ -163,7 +164,7 @@ class _Sweep:
         origin = origin_of(node)
         carried = _carried(node)
         if node.target is operator.getitem and carried in self.parts:
-            self._set(node, *self.parts[carried][int(node.args[1])])  # type: ignore[index,arg-type]
+            self._set(node, *self.parts[carried][int(node.args[1])])  # type: ignore[arg-type]
         elif origin.layer:
             self._set(node, origin.layer, origin.role)
         elif carried is not None and self.role.get(carried) in ("parameter", "gradient"):
@@ -241,22 +242,19 @@ def _longest_suffix(path: str, known: Iterable[str]) -> str | None:
 
 
 def merged_origin(origins: Sequence[Origin], **changes: object) -> Origin:
-    """The origin of a node that does the work of several: what they have in common, and all their layers.
+    """The origin of a node that does the work of several: that of the most alike, and all their layers.
 
     Args:
         origins: of the nodes, in order.
         **changes: fields of the result that are known better.
     """
-    first = origins[0]
-
-    def common(of: Callable[[Origin], str]) -> str:
-        return of(first) if all(of(o) == of(first) for o in origins) else ""
+    kinds = Counter((o.phase, o.source) for o in origins)
+    first = max(origins, key=lambda o: kinds[o.phase, o.source])
 
     made = dataclasses.replace(
         first,
         asked=all(o.asked for o in origins),
         layer=join_layers(o.layer for o in origins),
-        role=common(lambda o: o.role),
         reason=first.reason if len(origins) == 1 else f"{first.reason} and {len(origins) - 1} more",
     )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
