@@ -35,10 +35,7 @@ def convolve(func: Any, args: tuple, trace: TraceContext) -> Any:
     whole = (Replicate(),) * ndim
     owed = tuple(Partial("sum") if i in split else Replicate() for i in range(ndim))
     with trace.marked(asked=False, reason=f"operands of {func}"):
-        moved = [
-            x.redistribute(mesh, rows if i < batched else whole)._local_tensor if isinstance(x, DTensor) else x
-            for i, x in enumerate(args)
-        ]
+        moved = [_local(x, rows if i < batched else whole) if isinstance(x, DTensor) else x for i, x in enumerate(args)]
     out = func(*moved)
 
     def wrap(x: torch.Tensor | None, placements: tuple) -> Any:
@@ -50,3 +47,8 @@ def convolve(func: Any, args: tuple, trace: TraceContext) -> Any:
     if isinstance(out, torch.Tensor):
         return wrap(out, rows)
     return tuple(wrap(x, placements) for x, placements in zip(out, (rows, owed, owed)))
+
+
+def _local(x: DTensor, placements: tuple) -> torch.Tensor:
+    # Where nothing moves, `redistribute` writes its argument's metadata in place.
+    return (x if tuple(x.placements) == placements else x.redistribute(x.device_mesh, placements))._local_tensor

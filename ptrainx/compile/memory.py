@@ -1,0 +1,442 @@
+"""How much memory a step needs: the peak of live tensors on a rank, and who holds it.
+
+Enters: a rank's graph after the passes. Leaves: a `MemoryReport`. The graph is walked in the order of execution with
+the lifetimes that the generated code has: a value lives until its last reader, an argument that is not donated to the
+end; views share their base's memory, results in place take none, a collective keeps its buffers until it is waited
+for; a loop runs step by step. What kernels use inside, and what an allocator keeps, is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ptrainx.compile.comms import members_of
+from ptrainx.compile.graph import (
+    alias_roots,
+    axis_group,
+    is_collective,
+    is_loop,
+    is_wait,
+    origin_of,
+    output_node,
+    schema_name,
+)
+from ptrainx.compile.reuse import plan_reuse
+from ptrainx.compile.stage_loops import StagedLoop, is_list, stage_loop
+from ptrainx.compile.trace import Program, RankGraph
+from ptrainx.ops.loop import LoopForm
+
+__all__ = ["Holder", "MemoryReport", "report_memory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A buffer that is alive at the peak.
+
+    Attributes:
+        bytes: its size.
+        what: an argument's path, or the operator that made it.
+        source: `file:line` of the user's code.
+        phase: in which it was made.
+        layer: the parameter that it serves.
+        role: parameter, gradient, activation, or "".
+    """
+
+    bytes: int
+    what: str
+    source: str
+    phase: str
+    layer: str
+    role: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """The memory of one call on one rank; prints with the largest holders.
+
+    Attributes:
+        peak_bytes: the most that is alive at once, arguments and captured values included.
+        argument_bytes: of arguments and captured values, at the start.
+        result_bytes: of results, in memory of their own or of donated arguments.
+        source, phase: where the peak is.
+        holders: everything that is alive then, the largest first.
+    """
+
+    peak_bytes: int
+    argument_bytes: int
+    result_bytes: int
+    source: str
+    phase: str
+    holders: tuple[Holder, ...]
+
+    def __str__(self) -> str:
+        shown = self.holders[:12]
+        rows = [(f"{h.bytes:,}", h.role, h.layer, h.what, h.source) for h in shown]
+        head = ("bytes", "role", "layer", "made by", "source")
+        widths = [max(map(len, column)) for column in zip(head, *rows)]
+        lines = [
+            f"peak {self.peak_bytes:,} bytes at {self.source} ({self.phase}); "
+            f"arguments {self.argument_bytes:,}, results {self.result_bytes:,}"
+        ]
+        for row in (head, *rows):
+            cells = (cell.ljust(w) if i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            lines.append("  ".join(cells).rstrip())
+        rest = self.holders[len(shown) :]
+        if rest:
+            lines.append(f"and {len(rest)} more, {sum(h.bytes for h in rest):,} bytes")
+        return "\n".join(lines)
+
+
+def report_memory(program: Program, graph: RankGraph) -> MemoryReport:
+    """The memory of a rank's graph, as the generated code uses it."""
+    first = _Run(program, graph)
+    result_bytes = first.execute()
+    # Once more, to look at what is alive at the moment that has turned out to be the peak.
+    second = _Run(program, graph, look_at=first.peak_event)
+    second.execute()
+    holders = sorted(second.seen, key=lambda buffer: -buffer.bytes)
+    return MemoryReport(
+        first.peak,
+        first.argument_bytes,
+        result_bytes,
+        first.peak_at[0],
+        first.peak_at[1],
+        tuple(buffer.holder for buffer in holders if buffer.bytes),
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _Buffer:
+    """Memory that tensors share; `refs` counts the variables that hold one."""
+
+    bytes: int
+    holder: Holder
+    refs: int = 0
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A collective under way: what becomes its result, and what it keeps besides."""
+
+    result: _Buffer
+    held: list[_Buffer]
+
+
+Value = Any
+"""A `_Buffer`, a `_Pending`, None for what is no tensor, or a list of such."""
+
+
+class _Run:
+    """One execution, without data.
+
+    Args:
+        program: whose arguments they are.
+        graph: what runs.
+        look_at: the number of the allocation after which to note what is alive.
+    """
+
+    def __init__(self, program: Program, graph: RankGraph, look_at: int = -1):
+        self.program, self.graph, self.look_at = program, graph, look_at
+        self.sizes: Mapping[str, int] = program.mesh.shape
+        self.gloo = program.device.type == "cpu"
+        self.live: set[_Buffer] = set()
+        self.now = self.peak = self.argument_bytes = self.events = 0
+        self.peak_event = 0
+        self.peak_at = (program.source, "forward")
+        self.seen: list[_Buffer] = []
+
+    def execute(self) -> int:
+        """Runs the graph; returns the bytes of its results."""
+        placeholders = list(self.graph.module.graph.find_nodes(op="placeholder"))
+        args, donated = [], set()
+        for i, node in enumerate(placeholders):
+            argument = self.program.arguments[i] if i < len(self.program.arguments) else None
+            buffer = self._allocate(node, _storage_bytes(node), argument.path if argument else "captured")
+            args.append(self._hold(buffer))
+            if argument is not None and argument.donated:
+                donated.add(i)
+            else:
+                self._hold(buffer)
+        self.argument_bytes = self.now
+        results = self.run(self.graph.module, args, donated, separate=True)
+        return sum(buffer.bytes for buffer in {id(b): b for b in _buffers(results)}.values())
+
+    def run(self, module: GraphModule, args: Sequence[Value], donated: set[int], separate: bool = False) -> list[Value]:
+        """Executes a graph; takes over the variables in `args`, and gives the caller those of the results."""
+        return _Frame(self, module, args, donated).results(separate)
+
+    def _allocate(self, node: Node, size: int, what: str = "") -> _Buffer:
+        origin = origin_of(node)
+        name = what or schema_name(node).split("::")[-1] or str(node.target)
+        buffer = _Buffer(size, Holder(size, name, origin.source, origin.phase, origin.layer, origin.role))
+        self.live.add(buffer)
+        self.now += size
+        self.events += 1
+        if self.now > self.peak:
+            self.peak, self.peak_event, self.peak_at = self.now, self.events, (origin.source, origin.phase)
+        if self.events == self.look_at:
+            self.seen = list(self.live)
+        return buffer
+
+    def _hold(self, value: Value) -> Value:
+        for buffer in _buffers(value):
+            buffer.refs += 1
+        return value
+
+    def _drop(self, value: Value) -> None:
+        for buffer in _buffers(value):
+            buffer.refs -= 1
+            if buffer.refs == 0:
+                self.live.discard(buffer)
+                self.now -= buffer.bytes
+
+    def passing(self, node: Node, size: int) -> None:
+        """Memory that is used and let go of within one operator."""
+        self._drop(self._hold(self._allocate(node, size)))
+
+
+class _Frame:
+    """The variables of one function while it runs."""
+
+    def __init__(self, run: _Run, module: GraphModule, args: Sequence[Value], donated: set[int]):
+        self.run, self.graph = run, module.graph
+        self.values: dict[Node, Value] = {}
+        self.roots = alias_roots(self.graph)
+        self.reused = plan_reuse(self.graph, donated)
+        self.buffers: dict[int, _Buffer] = {}
+        self.last: dict[Node, Node] = {}
+        for node in self.graph.nodes:
+            for operand in node.all_input_nodes:
+                self.last[operand] = node
+        self.placeholders = list(self.graph.find_nodes(op="placeholder"))
+        self.kept = {self.roots[n] for i, n in enumerate(self.placeholders) if i not in donated and n in self.roots}
+        for node, value in zip(self.placeholders, args):
+            self.values[node] = value
+            if isinstance(value, _Buffer) and node in self.roots:
+                self.buffers[self.roots[node]] = value
+        for node in self.placeholders:
+            if not node.users:
+                self._let_go(node)
+
+    def results(self, separate: bool) -> list[Value]:
+        """Runs every node, and returns what the output names."""
+        for node in self.graph.nodes:
+            if node.op == "output":
+                return self._return(node, separate)
+            if node.op == "call_function":
+                self._execute(node)
+        raise AssertionError("a graph without an output")
+
+    def _execute(self, node: Node) -> None:
+        dead = [n for n in node.all_input_nodes if self.last[n] is node and n.op != "get_attr"]
+        if is_loop(node):
+            self.values[node] = self._loop(node, dead)
+        else:
+            self.values[node] = self.run._hold(self._value(node))
+            for operand in dead:
+                self._let_go(operand)
+        if not node.users:
+            self._let_go(node)
+
+    def _let_go(self, node: Node) -> None:
+        self.run._drop(self.values.pop(node, None))
+
+    def _value(self, node: Node) -> Value:
+        if node.target is operator.getitem:
+            return self.values[node.args[0]][int(node.args[1])]  # type: ignore[index,arg-type]
+        if is_collective(node):
+            return self._collective(node)
+        if is_wait(node):
+            return self._wait(node)
+        if node in self.reused:
+            operand: Any = node.args[self.reused[node]]
+            buffer = self.values[operand]
+            self.buffers[self.roots[node]] = buffer
+            return buffer
+        value = node.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            return [self._of(node, v) for v in value]
+        return self._of(node, value)
+
+    def _of(self, node: Node, value: Any) -> Value:
+        """The buffer of a result: that of the storage, if some value has it already."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = value.untyped_storage()
+        known = self.buffers.get(storage._cdata)
+        if known is not None and known in self.run.live:
+            return known
+        made = self.buffers[storage._cdata] = self.run._allocate(node, storage.nbytes())
+        return made
+
+    def _return(self, node: Node, separate: bool) -> list[Value]:
+        out, taken = [], set(self.kept)
+        results: Iterable[Node] = node.args[0]  # type: ignore[assignment]
+        for result in results:
+            value = self.values[result]
+            root = self.roots.get(result)
+            if separate and root in taken:
+                value = self.run._allocate(result, _bytes(result.meta["val"]))
+            out.append(self.run._hold(value))
+            if root is not None:
+                taken.add(root)
+        for value in self.values.values():
+            self.run._drop(value)
+        return out
+
+    # Collectives, as `channel` runs them.
+
+    def _collective(self, node: Node) -> Value:
+        operand: Any = node.args[0]
+        given, kind = self.values[operand], schema_name(node).split("::")[-1]
+        size = _bytes(operand.meta["val"])
+        if kind == "shard_dim_alltoall":
+            if self._members(node) > 1:
+                self.run.passing(node, 2 * size)
+            return self._of(node, node.meta["val"])
+        if kind == "all_reduce" and self._is_temporary(operand):
+            return _Pending(given, [])
+        made = size if kind in ("all_reduce", "broadcast", "reduce_scatter_tensor") else _bytes(node.meta["val"])
+        if kind == "reduce_scatter_tensor" and not self.run.gloo and self._members(node) > 1:
+            made = _bytes(node.meta["val"])
+        holds = kind not in ("all_reduce", "broadcast") and self._members(node) > 1
+        return _Pending(self.run._allocate(node, made), [given] if holds else [])
+
+    def _wait(self, node: Node) -> Value:
+        source: Any = node.args[0]
+        pending, kind = self.values[source], schema_name(source).split("::")[-1]
+        if not isinstance(pending, _Pending):
+            return pending
+        members = self._members(source)
+        scattered = kind == "reduce_scatter_tensor" and self.run.gloo
+        averaged = kind == "all_reduce" and source.args[1] == "avg"
+        if members > 1 and (scattered or averaged):
+            size = _bytes(node.meta["val"])
+            if scattered and members > 2:
+                self.run.passing(node, 2 * size)
+            made = self.buffers[self.roots[node]] = self.run._allocate(source, size)
+            return made
+        self.buffers[self.roots[node]] = pending.result
+        return pending.result
+
+    def _members(self, node: Node) -> int:
+        return members_of(self.run.graph.axis_of[axis_group(node)], self.run.sizes)
+
+    def _is_temporary(self, node: Node) -> bool:
+        """Whether a value is a temporary with one reader, which may overwrite it."""
+        if node.op != "call_function" or len(node.users) != 1 or is_wait(node):
+            return False
+        root = self.roots.get(node)
+        return sum(r == root for r in self.roots.values()) == 1
+
+    # Loops, as `lower_loops` writes them.
+
+    def _loop(self, node: Node, dead: list[Node]) -> Value:
+        staged: StagedLoop = node.meta.get("staged") or stage_loop(node)
+        operands: list[Node] = list(node.args[2:])  # type: ignore[arg-type]
+        box = []
+        for i, operand in enumerate(operands):
+            value = self.values[operand]
+            if i in staged.owned and i < staged.loop.form.n_carry and not self._is_temporary(operand):
+                value = self.run._allocate(node, _bytes(operand.meta["val"]))
+            box.append(self.run._hold(value))
+        for operand in dead:
+            self._let_go(operand)
+        return _LoopRun(self.run, staged, operands, box).results()
+
+
+class _LoopRun:
+    """The variables of a loop's function while it runs."""
+
+    def __init__(self, run: _Run, staged: StagedLoop, operands: list[Node], box: list[Value]):
+        self.run, self.staged, self.box = run, staged, box
+        self.form: LoopForm = staged.loop.form
+        self.lists = {i for i, operand in enumerate(operands) if is_list(operand)}
+        results: list[Node] = list(output_node(staged.loop.body.graph).args[0])  # type: ignore[arg-type]
+        self.ys: list[Value] = [
+            [None] * self.form.length
+            if i in staged.lists
+            else run._hold(run._allocate(staged.loop.node, self.form.length * _bytes(y.meta["val"]), "stack"))
+            for i, y in enumerate(results[self.form.n_carry :])
+        ]
+
+    def results(self) -> list[Value]:
+        """Runs every step."""
+        n, staged = self.form.n_carry, self.staged
+        order = list(self.form.order)
+        ahead = self._piece(staged.ahead, order[0])
+        held: list[Value] | None = None
+        behind = 0
+        for position, i in enumerate(order):
+            now, ahead = ahead, []
+            if position + 1 < len(order):
+                ahead = self._piece(staged.ahead, order[position + 1])
+            args = [self._operand(k, i, take=k in staged.taken) for k in range(len(self.box))] + now
+            self.box[:n] = [None] * n
+            out = self.run.run(staged.core, args, set(staged.owned))
+            self.box[:n] = out[:n]
+            for index, value in zip(staged.early_ys, out[n:]):
+                self._put(index, i, value)
+            if held is not None:
+                self._finish(held, behind)
+            if staged.late is not None:
+                held, behind = out[n + len(staged.early_ys) :], i
+        if held is not None:
+            self._finish(held, behind)
+        for value in self.box[n:]:
+            self.run._drop(value)
+        return [*self.box[:n], *self.ys]
+
+    def _operand(self, k: int, i: int, take: bool = False) -> Value:
+        """An operand for step i: a slice of what is stacked, an item of a list."""
+        if k < self.form.n_carry:
+            return self.box[k]
+        if k not in self.lists:
+            return self.run._hold(self.box[k])
+        item = self.box[k][i]
+        if take:
+            self.box[k][i] = None
+            return item
+        return self.run._hold(item)
+
+    def _piece(self, module: GraphModule | None, i: int) -> list[Value]:
+        if module is None:
+            return []
+        return self.run.run(module, [self._operand(k, i) for k in self.staged.ahead_reads], set())
+
+    def _finish(self, held: list[Value], i: int) -> None:
+        assert self.staged.late is not None
+        for index, value in zip(self.staged.late_ys, self.run.run(self.staged.late, held, set())):
+            self._put(index, i, value)
+
+    def _put(self, index: int, i: int, value: Value) -> None:
+        if index in self.staged.lists:
+            self.ys[index][i] = value
+        else:
+            self.run._drop(value)
+
+
+def _buffers(value: Value) -> list[_Buffer]:
+    """The buffers that a variable holds."""
+    if isinstance(value, _Buffer):
+        return [value]
+    if isinstance(value, _Pending):
+        return [value.result, *value.held]
+    if isinstance(value, list):
+        return [buffer for item in value for buffer in _buffers(item)]
+    return []
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _storage_bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
