@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ptrainx.compile.disk_cache import DiskCache, open_cache
-from ptrainx.compile.graph import copy_module, loops_of
+from ptrainx.compile.graph import loops_of
 from ptrainx.compile.regions import Region, canonical, cut, put_in_place, region_module
 from ptrainx.compile.trace import RankGraph
 from ptrainx.core import flags
@@ -35,7 +35,7 @@ from ptrainx.core import torch_compat as tc
 __all__ = ["CompileReport", "CompiledRegion", "FallbackWarning", "compile_regions", "no_compiler"]
 
 aten = torch.ops.aten
-_CODE = ("compile/inductor.py", "compile/regions.py", "compile/random_lowering.py", "core/torch_compat_inductor.py")
+_CODE = ("compile/inductor.py", "compile/regions.py", "compile/lowerings.py", "core/torch_compat_inductor.py")
 _KIND = "regions"
 
 
@@ -134,22 +134,22 @@ _known: weakref.WeakValueDictionary[str, CompiledRegion] = weakref.WeakValueDict
 _lock = threading.Lock()
 
 
-def compile_regions(graph: RankGraph, donated: Sequence[int], report: CompileReport) -> RankGraph:
-    """A copy of a rank's graph with its regions compiled, those of loops' bodies too.
+def compile_regions(graph: RankGraph, donated: Sequence[int], report: CompileReport) -> None:
+    """Puts compiled regions into a rank's graph, and into the pieces of its loops.
 
     Args:
-        graph: after the passes.
+        graph: after the passes; changed.
         donated: indices of placeholders whose memory may be given to results.
         report: counts what is done.
     """
-    from ptrainx.core import torch_compat_inductor as inductor  # Importing Inductor takes a second.
+    # Importing Inductor takes a second.
+    from ptrainx.core import torch_compat_inductor as inductor
 
     begun = time.perf_counter()
-    cache, module = open_cache(), copy_module(graph.module)
+    cache = open_cache()
     with _lock, inductor.inductor_settings(str(cache.subfolder("inductor")), _threads()):
-        _compile_module(module, set(donated), graph.fake_mode, report, cache)
+        _compile_module(graph.module, set(donated), graph.fake_mode, report, cache)
     report.seconds += time.perf_counter() - begun
-    return dataclasses.replace(graph, module=module)
 
 
 def _compile_module(
@@ -221,6 +221,8 @@ def _make(key: str, region: Region, owner: GraphModule, fake_mode: Any, report: 
 
 
 def _compile(region: Region, owner: GraphModule, fake_mode: Any) -> Any:
+    # Importing this registers our operators with Inductor.
+    from ptrainx.compile.lowerings import settle_scalars
     from ptrainx.core import torch_compat_inductor as inductor
 
     inputs = [node.meta["val"] for node in region.inputs]
@@ -232,6 +234,7 @@ def _compile(region: Region, owner: GraphModule, fake_mode: Any) -> Any:
             tracing_mode="real",
         )(*inputs)
     _write_overwrites(traced, region)
+    settle_scalars(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return inductor.compile_graph(traced, inputs, fake_mode)
