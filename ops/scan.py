@@ -1,6 +1,7 @@
 """`scan`: a loop whose body is a pure function of a carry and one slice of the inputs.
 
-The loop is unrolled into the graph. The carry keeps one structure, shape, dtype and placement from step to step.
+In a step's graph it is one operator, whose body is traced once, however many steps there are (`ops/loop`); outside it
+is a Python loop. The carry keeps one structure, shape, dtype and placement from step to step.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import InputError, SpecError, TreeError
-from ptrainx.core.trace_context import current_trace, user_source
+from ptrainx.core.trace_context import TraceContext, current_trace, open_grads, user_source
 from ptrainx.mesh.placement import spec_of_placements
 from ptrainx.ops.debug_print import held_prints, release
+from ptrainx.ops.loop.function import run_loop
+from ptrainx.ops.loop.joint import Body, make_plan
 
 __all__ = ["scan"]
 
@@ -54,6 +58,9 @@ def scan(
     (tensor(6), tensor([0, 1, 3]))
     """
     steps = _length(xs, length)
+    trace = current_trace()
+    if trace is not None and tc.proxy_mode() is not None and steps > 1 and open_grads() < 2:
+        return _as_operator(body, init, xs, steps, reverse, trace)
     order = range(steps - 1, -1, -1) if reverse else range(steps)
     carry = px_tree.map(_global, init)
     ys: list[Any] = [None] * steps
@@ -70,6 +77,34 @@ def scan(
             _, y = _pair(body(carry, px_tree.map(lambda leaf: leaf.new_zeros(leaf.shape[1:]), xs)))
         return carry, px_tree.map(lambda leaf: torch.stack([as_tensor(leaf)])[:0], y)
     return carry, px_tree.map(lambda *leaves: torch.stack([as_tensor(leaf) for leaf in leaves]), *ys)
+
+
+def _as_operator(body: Any, init: Any, xs: Any, steps: int, reverse: bool, trace: TraceContext) -> tuple[Any, Any]:
+    """The loop as one node of the graph."""
+    source = user_source()
+    carry, carry_tree = px_tree.flatten(px_tree.map(_global, init))
+    slices, x_tree = px_tree.flatten(px_tree.map(_global, xs))
+    y_tree: Any = None
+
+    def call(now: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        nonlocal y_tree
+        before = px_tree.unflatten(carry_tree, now)
+        new, y = _pair(body(before, px_tree.unflatten(x_tree, x)))
+        ys, y_tree = px_tree.flatten(px_tree.map(_global, y))
+        return px_tree.leaves(_checked(new, before)), ys
+
+    def keep(new: list[Any], old: list[Any]) -> list[Any]:
+        unflatten = px_tree.unflatten
+        return px_tree.leaves(_keep_placement(unflatten(carry_tree, new), unflatten(carry_tree, old)))
+
+    with trace.marked(source=source):
+        plan = make_plan(Body(call, _promotion, keep), carry, slices, trace)
+        start = [
+            c if tuple(c.placements) == tuple(s.placements) else c.redistribute(c.device_mesh, s.placements)
+            for c, s in zip(carry, plan.carry_specs)
+        ]
+        last, ys = run_loop(plan, start, slices, steps, reverse, trace)
+    return px_tree.unflatten(carry_tree, last), px_tree.unflatten(y_tree, ys)
 
 
 def _global(leaf: Any) -> Any:
@@ -130,10 +165,12 @@ def _promoted(old: Any, new: Any) -> Any:
     """The carry at the placement that it takes on by itself: replicated becomes sharded where the body shards it."""
     if not (isinstance(old, DTensor) and isinstance(new, DTensor)):
         return old
-    wanted = tuple(
-        q if p.is_replicate() and isinstance(q, Shard) else p for p, q in zip(old.placements, new.placements)
-    )
+    wanted = _promotion(new, old)
     return old if wanted == tuple(old.placements) else old.redistribute(old.device_mesh, wanted)
+
+
+def _promotion(new: DTensor, old: DTensor) -> tuple[Any, ...]:
+    return tuple(q if p.is_replicate() and isinstance(q, Shard) else p for p, q in zip(old.placements, new.placements))
 
 
 def _checked(new: Any, carry: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_p
 
 from ptrainx.core import torch_compat as tc
 
-__all__ = ["LOOP", "LoopForm", "loop_results", "new_stack", "stack_strides"]
+__all__ = ["LOOP", "LoopForm", "loop_results", "new_stack", "stack_strides", "trace_loop"]
 
 
 class LoopForm(NamedTuple):
@@ -124,3 +124,9 @@ def _traced(mode: Any, body: Any, form: Any, *operands: torch.Tensor) -> Any:
     with disable_proxy_modes_tracing():
         results = loop_results(body, form)
     return track_tensor_tree(results, proxy, constant=None, tracer=tracer)
+
+
+def trace_loop(body: Any, form: LoopForm, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A loop as a node of the graph that is being traced, past any mode of user code."""
+    with tc.DisableTorchFunction():
+        return _traced(tc.proxy_mode(), body, form, *operands)

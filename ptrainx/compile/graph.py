@@ -26,6 +26,7 @@ __all__ = [
     "alias_roots",
     "axis_group",
     "check_legal",
+    "copy_module",
     "is_collective",
     "is_loop",
     "is_pure",
@@ -108,6 +109,17 @@ def walk(graph: Graph, times: int = 1) -> Iterator[tuple[Node, int]]:
             yield from walk(loop.body.graph, times * loop.form.length)
         else:
             yield node, times
+
+
+def copy_module(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of a graph that shares no nodes with it, nor do the bodies of its loops."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    output_node(graph).meta = dict(output_node(module.graph).meta)
+    copy = torch.fx.GraphModule(module, graph)
+    for loop in loops_of(copy.graph):
+        setattr(copy, loop.name, copy_module(loop.body))
+    return copy
 
 
 def axis_group(node: Node) -> str:

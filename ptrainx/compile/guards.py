@@ -138,7 +138,7 @@ class GlobalValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE:
             return func(*args, **kwargs)
-        self.trace.at_source(user_source(2))
+        self.trace.at_call(user_source(2))
         if func in _HOST_READS and not any(_is_traced(a) for a in args):
             return self._read_constant(func, args, kwargs)
         self._refuse(func, args, kwargs)
@@ -173,10 +173,11 @@ class GlobalValues(TorchFunctionMode):
         if not isinstance(value, torch.Tensor) or isinstance(value, tc.AsyncCollectiveTensor):
             return value
         if isinstance(value, DTensor):
-            return value if value.device_mesh is self.trace.view else self.captures.replica(value, self.trace)
+            ours = value if value.device_mesh is self.trace.view else self.captures.replica(value, self.trace)
+            return self.trace.inside(ours)
         if tc.is_fake(value):
             return self._wrap(value)
-        return self.captures.replica(value, self.trace)
+        return self.trace.inside(self.captures.replica(value, self.trace))
 
     def _leave(self, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
@@ -270,14 +271,14 @@ class _BackwardSources:
 
     def tag(self, out: Any, trace: TraceContext) -> None:
         """Marks the nodes behind a result that no earlier line has marked."""
-        source = trace.origin.source
+        source, call = trace.origin.source, trace.origin.call
         stack = [t.grad_fn for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
         while stack:
             node = stack.pop()
             if node is None or id(node) in self.known or not hasattr(node, "register_prehook"):
                 continue
             self.known[id(node)] = node
-            node.register_prehook(lambda _, source=source: trace.at_source(source))
+            node.register_prehook(lambda _, source=source, call=call: trace.at_call(source, call))
             stack.extend(before for before, _ in node.next_functions)
 
 

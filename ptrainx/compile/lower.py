@@ -1,5 +1,7 @@
 """A rank's graph to Python: one function of straight-line calls, each value dropped after its last reader.
 
+A loop is a function of its own, which calls the functions of its pieces (`stage_loops`).
+
 Two forms of one code. `direct` calls collectives on process groups; `lockstep` is a generator that yields at each
 collective, for the simulator to compute across ranks. Next stage: `executable`.
 """
@@ -17,9 +19,11 @@ import torch
 from torch.fx import Node
 
 from ptrainx.compile.channel import Channel
-from ptrainx.compile.graph import alias_roots, axis_group, is_collective, is_wait, origin_of, schema_name
+from ptrainx.compile.graph import alias_roots, axis_group, is_collective, is_loop, is_wait, origin_of, schema_name
 from ptrainx.compile.kernels import callable_of, choose_kernel
+from ptrainx.compile.lower_loops import write_loop
 from ptrainx.compile.reuse import in_place_target, plan_reuse
+from ptrainx.compile.stage_loops import StagedLoop, stage_loop
 from ptrainx.compile.trace import RankGraph
 from ptrainx.core.trace_context import Origin
 
@@ -38,21 +42,72 @@ class CollectiveCall:
     dtype: torch.dtype
 
 
+@dataclasses.dataclass
+class _Code:
+    """What the functions of one rank share.
+
+    Attributes:
+        channels: mesh axis -> where its collectives go; None for the lockstep form.
+        functions: their sources.
+        generators: names of those that yield.
+        bound: what they read as globals.
+        names: identity of a bound object -> its name.
+        calls: the collectives of the lockstep form.
+    """
+
+    channels: Mapping[str, Channel] | None
+    functions: list[str] = dataclasses.field(default_factory=list)
+    generators: set[str] = dataclasses.field(default_factory=set)
+    bound: dict[str, Any] = dataclasses.field(default_factory=dict)
+    names: dict[int, str] = dataclasses.field(default_factory=dict)
+    calls: list[CollectiveCall] = dataclasses.field(default_factory=list)
+
+    def bind(self, hint: str, value: Any) -> str:
+        """A name in the generated functions for an object."""
+        key = id(value)
+        if key not in self.names:
+            name = "k_" + "".join(c if c.isalnum() else "_" for c in hint)
+            while name in self.bound:
+                name += "_"
+            self.names[key] = name
+            self.bound[name] = value
+        return self.names[key]
+
+    def call(self, function: str, arguments: str) -> str:
+        """A call of a generated function."""
+        return f"{'yield from ' * (function in self.generators)}{function}({arguments})"
+
+    def add(self, function: str, lines: list[str], yields: bool, note: str = "") -> None:
+        """Adds a function that takes a list, which it empties."""
+        if yields:
+            self.generators.add(function)
+        head = f"def {function}(args):{f'  # {note}' * bool(note)}\n"
+        self.functions.append(head + "".join(f"    {line}\n" for line in lines))
+
+
 class _Writer:
-    def __init__(self, graph: RankGraph, channels: Mapping[str, Channel] | None, donated: set[int]):
-        self.graph, self.channels = graph, channels
+    """Writes the function of one graph.
+
+    Args:
+        name: of the function.
+        code: what it belongs to.
+        graph: whose module it is.
+        donated: indices of placeholders that may be overwritten.
+        separate: whether results that share memory with an argument or another result have to be copied; a loop's
+            pieces see to it themselves.
+    """
+
+    def __init__(self, name: str, code: _Code, graph: RankGraph, donated: set[int], separate: bool = True):
+        self.name, self.code, self.graph, self.channels = name, code, graph, code.channels
         self.nodes = list(graph.module.graph.nodes)
         self.names: dict[Node, str] = {}
-        self.bound: dict[str, Any] = {}
-        self.constants: dict[int, str] = {}
-        self.calls: list[CollectiveCall] = []
         self.lines: list[str] = []
-        self.donated = donated
+        self.donated, self.separate = donated, separate
+        self.yields = False
         self.roots = alias_roots(graph.module.graph)
-        # Simulated ranks may hold one tensor in common, so there a donated argument is let go of, not overwritten.
-        self.reused = plan_reuse(graph.module.graph, donated if channels is not None else set())
+        self.reused = plan_reuse(graph.module.graph, donated)
 
-    def write(self) -> tuple[str, dict[str, Any]]:
+    def write(self) -> None:
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         for i, node in enumerate([*placeholders, *(n for n in self.nodes if n.op not in ("placeholder", "output"))]):
             self.names[node] = f"a{i}" if node.op == "placeholder" else f"v{i}"
@@ -66,14 +121,52 @@ class _Writer:
         for node in self.nodes:
             if node.op == "output":
                 self.lines.append(f"return [{', '.join(self._outputs(node))}]")
-            elif node.op != "placeholder":
-                self.lines.append(f"{self.names[node]} = {self._expression(node)}")
-                dead = [self.names[n] for n in last_reader.get(node, ())]
-                if not node.users:
+            elif node.op != "placeholder" and not _is_body(node) and not _is_part(node):
+                dead = [self.names[n] for n in last_reader.get(node, ()) if not _is_body(n)]
+                if _boxes(node):
+                    dead = self._boxed(node, dead)
+                else:
+                    self.lines.append(f"{self.names[node]} = {self._expression(node)}")
+                if not node.users and not _boxes(node):
                     dead.append(self.names[node])
                 if dead:
                     self.lines.append(f"del {', '.join(dead)}")
-        return "def step(args):\n" + "".join(f"    {line}\n" for line in self.lines), self.bound
+        self.code.add(self.name, self.lines, self.yields)
+
+    def _boxed(self, node: Node, dead: list[str]) -> list[str]:
+        """A call that takes its operands in a list, so that it can let go of them; what it leaves to delete."""
+        if is_loop(node):
+            staged = node.meta.get("staged") or stage_loop(node)
+            function = self._loop(staged)
+            self.yields = self.yields or function in self.code.generators
+            operands = [
+                f"{self.bind('clone', torch.clone)}({self.names[o]})"
+                if i in staged.owned and i < staged.loop.form.n_carry and not self._owned_once(o, node)
+                else self.names[o]
+                for i, o in enumerate(node.args[2:])
+            ]
+        else:
+            function = self.bind(getattr(node.target, "__name__", "region"), node.target)
+            operands = [self.format(o) for o in node.args[0]]  # type: ignore[union-attr]
+        self.lines.append(f"box = [{', '.join(operands)}]")
+        if dead:
+            self.lines.append(f"del {', '.join(dead)}")
+        parts = {int(user.args[1]): self.names[user] for user in node.users if user.users}  # type: ignore[arg-type]
+        count = len(node.meta["val"])
+        self.lines.append(f"[{', '.join(parts.get(i, '_') for i in range(count))}] = {self.code.call(function, 'box')}")
+        return ["_"] if len(parts) < count else []
+
+    def _loop(self, staged: StagedLoop) -> str:
+        """The name of a loop's function."""
+        stem = f"{self.name}_{self.names[staged.loop.node]}"
+        pieces = {"core": staged.core, "ahead": staged.ahead, "late": staged.late}
+        for kind, module in pieces.items():
+            if module is not None:
+                owned = set(staged.owned) if kind == "core" else set()
+                graph = dataclasses.replace(self.graph, module=module)
+                _Writer(f"{stem}_{kind}", self.code, graph, owned, separate=False).write()
+        write_loop(self.code, stem, staged, origin_of(staged.loop.node).source)
+        return stem
 
     def _last_readers(self) -> dict[Node, list[Node]]:
         last: dict[Node, Node] = {}
@@ -88,6 +181,8 @@ class _Writer:
 
     def _outputs(self, node: Node) -> list[str]:
         """The results; one that shares memory with an argument that is kept, or with another result, is copied."""
+        if not self.separate:
+            return [self.names[value] for value in node.args[0]]  # type: ignore[union-attr,index]
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         taken = {self.roots[n] for i, n in enumerate(placeholders) if i not in self.donated and n in self.roots}
         out = []
@@ -127,14 +222,18 @@ class _Writer:
             call = CollectiveCall(
                 schema_name(node), tuple(middle), axis, origin_of(node), tuple(value.shape), value.dtype
             )
-            self.calls.append(call)
-            return f"yield ({len(self.calls) - 1}, {self.format(tensor)})"
+            self.code.calls.append(call)
+            self.yields = True
+            return f"yield ({len(self.code.calls) - 1}, {self.format(tensor)})"
         method = schema_name(node).split("::")[-1]
         bound = getattr(self.channels[axis], method)
         arguments = [self.format(tensor), *(self.format(a) for a in middle)]
         if method == "all_reduce" and self._owned(tensor, node):
             arguments.append("True")
         return f"{self.bind(f'{method}_{axis}', bound)}({', '.join(arguments)})"
+
+    def _owned_once(self, operand: Any, loop: Node) -> bool:
+        return self._owned(operand, loop) and loop.args.count(operand) == 1
 
     def _owned(self, tensor: Any, reader: Node) -> bool:
         """Whether a value is a temporary that only this node reads, so that it can be overwritten."""
@@ -145,14 +244,7 @@ class _Writer:
 
     def bind(self, hint: str, value: Any) -> str:
         """A name in the generated function for an object."""
-        key = id(value)
-        if key not in self.constants:
-            name = "k_" + "".join(c if c.isalnum() else "_" for c in hint)
-            while name in self.bound:
-                name += "_"
-            self.constants[key] = name
-            self.bound[name] = value
-        return self.constants[key]
+        return self.code.bind(hint, value)
 
     def format(self, value: Any) -> str:
         """An argument as Python source."""
@@ -165,7 +257,7 @@ class _Writer:
             return repr(value)
         if isinstance(value, float):
             return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-        self.bound.setdefault("_keep", []).append(value)
+        self.code.bound.setdefault("_keep", []).append(value)
         return self.bind(type(value).__name__, value)
 
 
@@ -185,14 +277,33 @@ def generate(
         empties, and returns a list; in lockstep form it is a generator function that yields (index of the collective,
         its operand) and is sent the result.
     """
-    writer = _Writer(graph, channels, donated)
-    source, bound = writer.write()
-    if channels is None and not writer.calls:
+    code = _Code(channels)
+    # Simulated ranks may hold one tensor in common, so there a donated argument is let go of, not overwritten.
+    writer = _Writer("step", code, graph, donated if channels is not None else set())
+    writer.donated = donated
+    writer.write()
+    source = "\n".join(code.functions)
+    if channels is None and not writer.yields:
         source += "    yield\n"  # makes it a generator all the same
     filename = f"<ptrainx graph of {name}, rank {graph.rank}, {id(graph):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    exec(compile(source, filename, "exec"), bound)
-    return bound["step"], writer.calls, source
+    exec(compile(source, filename, "exec"), code.bound)
+    return code.bound["step"], code.calls, source
+
+
+def _boxes(node: Node) -> bool:
+    """Whether a node takes its operands in a list and gives a list of results."""
+    return is_loop(node) or getattr(node.target, "boxed", False)
+
+
+def _is_part(node: Node) -> bool:
+    """Whether a node is one result of such a node, which has its name from the start."""
+    return node.target is operator.getitem and _boxes(node.args[0])  # type: ignore[arg-type]
+
+
+def _is_body(node: Node) -> bool:
+    """Whether a node only names the body of a loop."""
+    return node.op == "get_attr" and bool(node.users) and all(is_loop(user) for user in node.users)
 
 
 def collective_summary(graph: RankGraph) -> list[str]:

@@ -22,6 +22,7 @@ from ptrainx.compile.fallback import run_somewhere
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
+from ptrainx.core.torch_compat_cuts import announce_cuts
 from ptrainx.core.torch_compat_partial import make_addends_exact
 from ptrainx.core.torch_compat_strided import make_strided_shards_traceable
 from ptrainx.core.trace_context import TraceContext, called_by_library, current_trace, user_source
@@ -200,6 +201,8 @@ def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None
         if current_trace() is not trace:
             return function(*args, **kwargs)
         with tc.DisableTorchFunction():
+            if trace.closures and isinstance(args[0], DTensor):
+                args = (trace.inside(args[0]), *args[1:])
             return function(*args, **kwargs)
 
     def refusing(name: str) -> Any:
@@ -224,10 +227,12 @@ def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None
         setattr(DTensor, name, refusing(name))
     undo_strided = make_strided_shards_traceable()
     undo_addends = make_addends_exact()
+    undo_cuts = announce_cuts(lambda mesh, dim: trace.marked(cut=mesh.mesh_dim_names[dim]))
 
     def undo() -> None:
         undo_strided()
         undo_addends()
+        undo_cuts()
         for name, original in originals.items():
             setattr(DTensor, name, original)
 

@@ -5,18 +5,24 @@ Traced and Lowered work on an `AbstractMesh`; Compiled needs devices, real or si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from ptrainx.compile.agreement import Agreement, hash_tensor, meeting_of
+from ptrainx.compile.backend import Preparation, prepare
+from ptrainx.compile.check_passes import History, check_history
 from ptrainx.compile.comms import CommReport, report_comms
+from ptrainx.compile.cost import CostReport, report_cost
 from ptrainx.compile.executable import Executable
+from ptrainx.compile.graph import copy_module
 from ptrainx.compile.lower import collective_summary
+from ptrainx.compile.memory import MemoryReport, report_memory
 from ptrainx.compile.passes import run_passes
 from ptrainx.compile.text import as_text
 from ptrainx.compile.trace import Program, RankGraph, trace_program
+from ptrainx.core import flags
 from ptrainx.core.avals import as_tensor
 from ptrainx.core.errors import MeshError
 from ptrainx.mesh.mesh import Mesh
@@ -30,10 +36,11 @@ class Traced:
     Attributes:
         program: the function with its abstract arguments and specs.
         graphs: one graph a rank that this process plays.
+        backend: that is to run it.
     """
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, program: Program, backend: str = "graph"):
+        self.program, self.backend = program, backend
         self.graphs = [trace_program(program, rank) for rank in program.mesh.ranks]
 
     def as_text(self, rank: int = 0) -> str:
@@ -42,22 +49,39 @@ class Traced:
 
     def lower(self) -> Lowered:
         """The graph after all passes."""
-        return Lowered(self.program, [run_passes(_copied(graph)) for graph in self.graphs])
+        return _lower(self.program, [_copied(graph) for graph in self.graphs], self.backend)
 
 
 class Lowered:
-    """A function's graph after all passes."""
+    """A function's graph after all passes.
 
-    def __init__(self, program: Program, graphs: list[RankGraph]):
-        self.program, self.graphs = program, graphs
+    Attributes:
+        program: the function with its abstract arguments and specs.
+        graphs: one graph a rank that this process plays.
+        backend: that is to run it.
+        histories: each rank's graphs between the passes, under `PTRAINX_CHECK_PASSES=1`; else empty.
+    """
+
+    def __init__(
+        self, program: Program, graphs: list[RankGraph], backend: str = "graph", histories: Sequence[History] = ()
+    ):
+        self.program, self.graphs, self.backend, self.histories = program, graphs, backend, histories
 
     def as_text(self, rank: int = 0) -> str:
         """The graph, one line a node: global shapes as `f32[2048@data,256]` at the ends, local shapes between."""
         return as_text(self.program, self.graphs[rank])
 
     def comms(self, rank: int = 0) -> CommReport:
-        """Every collective: kind, axis, bytes, count, source line, phase, asked or implied, reason."""
+        """Every collective: kind, axis, bytes, count, layer, source line, phase, asked or implied, reason."""
         return report_comms(self.graphs[rank], self.program.mesh.shape)
+
+    def cost(self, rank: int = 0) -> CostReport:
+        """Floating-point operations and bytes read and written, by phase and layer."""
+        return report_cost(self.graphs[rank])
+
+    def memory(self, rank: int = 0) -> MemoryReport:
+        """The predicted peak of live tensors, and who holds it."""
+        return report_memory(self.program, self.graphs[rank])
 
     def compile(self) -> Compiled:
         """The program, ready to run.
@@ -71,7 +95,7 @@ class Lowered:
                 fix="make the mesh with px.make_mesh, simulate=True for one process",
             )
         with meeting_of(self.program.mesh, self.program.name) as meeting:
-            compiled = Compiled(self, Executable(self.program, self.graphs))
+            compiled = _compile(self, meeting)
             meeting.settle(collective_summary(self.graphs[0]), {})
         return compiled
 
@@ -79,8 +103,8 @@ class Lowered:
 class Compiled:
     """A program that runs: called with arguments like those it was traced for, the static ones among them."""
 
-    def __init__(self, lowered: Lowered, executable: Executable):
-        self.lowered, self.program = lowered, lowered.program
+    def __init__(self, lowered: Lowered, executable: Executable, preparation: Preparation):
+        self.lowered, self.program, self.preparation = lowered, lowered.program, preparation
         self.run: Callable[[list[Any]], Any] = executable
         self.executable = executable
 
@@ -91,13 +115,21 @@ class Compiled:
         """The generated Python of the first rank that this process plays."""
         return self.executable.sources[0]
 
+    def kernels(self) -> Preparation:
+        """What was chosen to run: the backend, its compiled regions, kernels of matrix products. Prints as a report."""
+        return self.preparation
+
     def comms(self) -> CommReport:
         """As `Lowered.comms`."""
         return self.lowered.comms()
 
 
 def compile_program(
-    program: Program, leaves: list[Any], meeting: Agreement, check: Callable[[Lowered], None] | None = None
+    program: Program,
+    leaves: list[Any],
+    meeting: Agreement,
+    check: Callable[[Lowered], None] | None = None,
+    backend: str = "graph",
 ) -> Compiled:
     """Traces, lowers and compiles; on a real mesh of several processes the ranks agree before they return.
 
@@ -106,14 +138,31 @@ def compile_program(
         leaves: the leaves of the call that asked for it; plain ones are compared between ranks.
         meeting: of the ranks.
         check: called with the lowered program; may refuse it.
+        backend: "graph" or "inductor".
     """
-    lowered = Lowered(program, [run_passes(trace_program(program, rank)) for rank in program.mesh.ranks])
+    lowered = _lower(program, [trace_program(program, rank) for rank in program.mesh.ranks], backend)
     if check is not None:
         check(lowered)
-    compiled = Compiled(lowered, Executable(program, lowered.graphs))
+    compiled = _compile(lowered, meeting)
     if not meeting.alone:
         meeting.settle(collective_summary(lowered.graphs[0]), plain_hashes(program, leaves))
     return compiled
+
+
+def _compile(lowered: Lowered, meeting: Agreement) -> Compiled:
+    graphs, preparation = prepare(lowered.program, lowered.graphs, lowered.backend, meeting)
+    executable = Executable(lowered.program, graphs)
+    if lowered.histories:
+        executable.before_first = functools.partial(check_history, lowered.program, lowered.histories)
+    return Compiled(lowered, executable, preparation)
+
+
+def _lower(program: Program, graphs: list[RankGraph], backend: str) -> Lowered:
+    """All passes over each rank's graph, which they change."""
+    if not flags.check_passes():
+        return Lowered(program, [run_passes(graph) for graph in graphs], backend)
+    histories = [History.of(graph) for graph in graphs]
+    return Lowered(program, [run_passes(g, h.watch) for g, h in zip(graphs, histories)], backend, histories)
 
 
 def plain_hashes(program: Program, leaves: list[Any]) -> dict[str, str]:
@@ -127,17 +176,4 @@ def plain_hashes(program: Program, leaves: list[Any]) -> dict[str, str]:
 
 def _copied(graph: RankGraph) -> RankGraph:
     """A copy that passes may change, sharing no nodes."""
-    copy = torch.fx.Graph()
-    copy.output(copy.graph_copy(graph.module.graph, {}))
-    last = next(iter(copy.find_nodes(op="output")))
-    last.meta = dict(next(iter(graph.module.graph.find_nodes(op="output"))).meta)
-    return RankGraph(
-        torch.fx.GraphModule(graph.module, copy),
-        graph.rank,
-        graph.captures,
-        graph.capture_versions,
-        graph.out_tree,
-        graph.outputs,
-        graph.fake_mode,
-        graph.axis_of,
-    )
+    return dataclasses.replace(graph, module=copy_module(graph.module))

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ptrainx.compile.guards import Captures, GlobalValues
+from ptrainx.compile.provenance import annotate, argument_label
 from ptrainx.compile.rules import LocalRules, guard_methods
 from ptrainx.compile.trace_view import remembered_propagation, trace_view
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe, is_array_like
 from ptrainx.core.errors import PtrainxError, SpecError, TraceError, TreeError
-from ptrainx.core.trace_context import TraceContext, called_by_library
+from ptrainx.core.trace_context import Origin, TraceContext, called_by_library
+from ptrainx.mesh.axes import join_axes, split_axes
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.partition_spec import PartitionSpec
 from ptrainx.mesh.placement import check_spec, contiguous_strides, local_shape, spec_of_placements, trace_placements
@@ -104,7 +107,9 @@ class RankGraph:
         out_tree: the structure of the result.
         outputs: its leaves, in the order of the graph's outputs.
         fake_mode: the mode that the fake tensors in `node.meta["val"]` belong to.
-        axis_of: group name -> mesh axis, for the collectives.
+        axis_of: group name -> mesh axis, for the collectives; of a group over several axes, `data*model`.
+        shape: axis -> size; empty if nobody has said.
+        flat: whether a group over several axes can be made: not where each axis has a backend of its own.
     """
 
     module: torch.fx.GraphModule
@@ -115,6 +120,24 @@ class RankGraph:
     outputs: tuple[Output, ...]
     fake_mode: Any
     axis_of: dict[str, str]
+    shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    flat: bool = True
+
+    def group_over(self, groups: Sequence[str]) -> str:
+        """The group over the axes of some groups together, major to minor."""
+        axes = {axis for group in groups for axis in split_axes(self.axis_of[group])}
+        key = join_axes(axis for axis in self.shape if axis in axes)
+        known = next((name for name, axis in self.axis_of.items() if axis == key), None)
+        name = known or "*".join(groups)
+        self.axis_of[name] = key
+        return name
+
+    def place_in(self, axis: str) -> tuple[int, int]:
+        """(this rank's place, number of members) along an axis; (-1, 0) if the mesh is not known."""
+        if axis not in self.shape:
+            return -1, 0
+        below = math.prod(list(self.shape.values())[list(self.shape).index(axis) + 1 :])
+        return self.rank // below % self.shape[axis], self.shape[axis]
 
 
 def trace_program(program: Program, rank: int) -> RankGraph:
@@ -122,8 +145,11 @@ def trace_program(program: Program, rank: int) -> RankGraph:
     install_sharding_rules()
     view = trace_view(program.mesh, rank)
     trace = TraceContext(program.mesh, view, rank, program.name)
+    trace.origin = Origin(program.source)
     fake_mode = tc.FakeTensorMode()
     captures = Captures(fake_mode, view)
+    axis_of: dict[str, str] = dict(zip(view._dim_group_names, program.mesh.axis_names))
+    trace.clean_body = functools.partial(_clean_body, rank=rank, fake_mode=fake_mode, axis_of=axis_of)
     locals_in = [_fake_local(a, program, fake_mode) for a in program.arguments]
     specs_in = [_spec(a, program, view) for a in program.arguments]
     names = {tc.storage_id(t): f"argument {a.path}" for t, a in zip(locals_in, program.arguments)}
@@ -152,10 +178,30 @@ def trace_program(program: Program, rank: int) -> RankGraph:
     with _tracing_environment(trace), fake_mode, torch.no_grad(), _explained(program, trace):
         module = make_fx(local_step, tracing_mode="real")(*locals_in)
     _lift_captures(module, captures)
-    axis_of: dict[str, str] = dict(zip(view._dim_group_names, program.mesh.axis_names))
+    annotate(module.graph, [argument_label(a.path) for a in program.arguments], program.source)
     return RankGraph(
-        module, rank, captures.values, captures.versions, found["tree"], found["outputs"], fake_mode, axis_of
+        module,
+        rank,
+        captures.values,
+        captures.versions,
+        found["tree"],
+        found["outputs"],
+        fake_mode,
+        axis_of,
+        program.mesh.shape,
+        program.mesh.one_backend,
     )
+
+
+def _clean_body(
+    module: torch.fx.GraphModule, *, rank: int, fake_mode: Any, axis_of: dict[str, str]
+) -> torch.fx.GraphModule:
+    """A loop's body and its gradient as a graph that can be cut in two: no writes, nothing twice, nothing unread."""
+    from ptrainx.compile.passes.pipeline import tidy
+
+    graph = RankGraph(module, rank, [], [], None, (), fake_mode, axis_of)
+    with tc.no_dispatch_modes():
+        return tidy(graph).module
 
 
 def _fake_local(argument: Argument, program: Program, fake_mode: Any) -> torch.Tensor:

@@ -23,10 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, _LocalDeviceMesh, enabled_local_tensor_mode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as no_proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
@@ -54,10 +56,14 @@ __all__ = [
     "has_storage",
     "is_fake",
     "is_strided_shard",
+    "is_traced_by",
     "make_spec",
     "no_dispatch",
     "no_dispatch_modes",
+    "no_proxy",
     "numeric_defaults",
+    "proxy_mode",
+    "proxy_tracer",
     "register_fake",
     "register_process_group",
     "resolve_process_group",
@@ -65,6 +71,7 @@ __all__ = [
     "set_implicit_replication",
     "set_redistribute_hook",
     "sharding_propagator",
+    "shifted_shard",
     "storage_id",
     "storage_users",
     "tracing",
@@ -112,6 +119,13 @@ def all_local_coordinates(device_mesh: Any) -> Any:
 def is_strided_shard(placement: Any) -> bool:
     """Whether a placement is DTensor's private strided shard (a subclass of Shard in some versions)."""
     return isinstance(placement, _StridedShard)
+
+
+def shifted_shard(placement: Any, by: int) -> Any:
+    """A placement whose dim, if it has one, is `by` further on."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + by, split_factor=placement.split_factor)
+    return Shard(placement.dim + by) if isinstance(placement, Shard) else placement
 
 
 def make_spec(device_mesh: Any, placements: tuple, shape: Any, stride: tuple, dtype: torch.dtype) -> DTensorSpec:
@@ -185,6 +199,21 @@ def is_fake(tensor: Any) -> bool:
 def default_store() -> Any:
     """The key-value store of the world."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def proxy_mode() -> Any:
+    """The mode of the graph trace that is running, or None."""
+    return get_proxy_mode()
+
+
+def proxy_tracer() -> Any:
+    """The tracer of the graph trace that is running."""
+    return get_proxy_mode().tracer  # type: ignore[union-attr]
+
+
+def is_traced_by(tensor: torch.Tensor, tracer: Any) -> bool:
+    """Whether a tensor is a value of a tracer's graph."""
+    return get_proxy_slot(tensor, tracer, None) is not None
 
 
 def sharding_propagator() -> Any:

@@ -21,7 +21,16 @@ import einops
 import optree
 import torch
 
-__all__ = ["Origin", "TraceContext", "called_by_library", "current_trace", "defined_at", "user_source"]
+__all__ = [
+    "Origin",
+    "TraceContext",
+    "called_by_library",
+    "current_trace",
+    "defined_at",
+    "one_more_grad",
+    "open_grads",
+    "user_source",
+]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _ROOT = os.path.dirname(_HERE)
@@ -48,6 +57,9 @@ class Origin:
         layer: the path of the parameter that it serves, or the loop that it runs in.
         role: what a value is to the step: "parameter", "gradient", "activation", or "" if nobody has said.
         remat: the call of a `remat`ed function that it belongs to, counted from 1; 0 outside.
+        cut: the mesh axis along which a rank takes its own part here of a value that every rank holds; "" elsewhere.
+        call: the call of a torch function that it belongs to, counted from 1: what the backward of an operation has in
+            common with its forward.
     """
 
     source: str = "?"
@@ -57,6 +69,26 @@ class Origin:
     layer: str = ""
     role: str = ""
     remat: int = 0
+    cut: str = ""
+    call: int = 0
+
+
+_open_grads: contextvars.ContextVar[int] = contextvars.ContextVar("ptrainx_open_grads", default=0)
+
+
+def open_grads() -> int:
+    """How many `grad`s are differentiating what runs now, one inside the other."""
+    return _open_grads.get()
+
+
+@contextlib.contextmanager
+def one_more_grad() -> Iterator[None]:
+    """Inside, one more `grad` is differentiating."""
+    token = _open_grads.set(_open_grads.get() + 1)
+    try:
+        yield
+    finally:
+        _open_grads.reset(token)
 
 
 _current: contextvars.ContextVar[TraceContext | None] = contextvars.ContextVar("ptrainx_trace", default=None)
@@ -71,12 +103,26 @@ class TraceContext:
         rank: that rank.
         origin: what the next node's origin will be.
         as_global: makes a global value of any leaf: a plain tensor, a number, a captured value.
+        closures: the bodies of loops that are being traced, outermost first.
+        clean_body: tidies the graph of a loop's body, without writes in it afterwards.
     """
 
     def __init__(self, mesh: Any, view: Any, rank: int, name: str):
         self.mesh, self.view, self.rank, self.name = mesh, view, rank, name
         self.as_global: Callable[[Any], Any] = lambda value: value
         self.origin = Origin()
+        self.closures: list[Any] = []
+        self.clean_body: Callable[[Any], Any] = lambda module: module
+        self._calls = 0
+
+    def inside(self, value: Any) -> Any:
+        """A global value as the innermost body may use it: one from around it becomes an operand of the loop."""
+        return self._inside(value, len(self.closures) - 1)
+
+    def _inside(self, value: Any, level: int) -> Any:
+        if level < 0 or self.closures[level].owns(value):
+            return value
+        return self.closures[level].replica(self._inside(value, level - 1))
 
     @contextlib.contextmanager
     def active(self) -> Iterator[TraceContext]:
@@ -106,6 +152,13 @@ class TraceContext:
         """The user's line that is running."""
         if source != self.origin.source:
             self.set_origin(dataclasses.replace(self.origin, source=source))
+
+    def at_call(self, source: str, call: int | None = None) -> None:
+        """A call of a torch function on the user's line begins; one that `call` counts comes back, backwards."""
+        if call is None:
+            self._calls += 1
+            call = self._calls
+        self.set_origin(dataclasses.replace(self.origin, source=source, call=call))
 
 
 def current_trace() -> TraceContext | None:

@@ -7,9 +7,9 @@ comes back at its argument's placement with its sums paid; those collectives cou
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +21,9 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import GradientError
-from ptrainx.core.trace_context import current_trace, user_source
+from ptrainx.core.trace_context import current_trace, one_more_grad, open_grads, user_source
 
 __all__ = ["GradFunction", "any_differentiated", "grad", "value_and_grad"]
-
-_open_grads: contextvars.ContextVar[int] = contextvars.ContextVar("ptrainx_open_grads", default=0)
 
 
 def value_and_grad(
@@ -75,6 +73,7 @@ class GradFunction:
         self.fn, self.has_aux, self.reduce, self.with_value = fn, has_aux, reduce, with_value
         self.single = isinstance(argnums, int)
         self.argnums: tuple[int, ...] = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        self._parameters = _parameter_names(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value, aux, grads = self.unreduced(*args, **kwargs)
@@ -94,18 +93,23 @@ class GradFunction:
         selected = tuple(self._argument(args, i) for i in self.argnums)
         pairs, treedef = px_tree.flatten_with_path(selected)
         inputs = [self._input(leaf, path) for path, leaf in pairs]
-        nested = _open_grads.get() > 0 or (torch.is_grad_enabled() and any(_requires_grad(a) for a in (args, kwargs)))
-        primals = [_differentiable(x, nested) for x in inputs]
-        with _phase("forward"), torch.enable_grad(), _one_more_grad(), _twice_differentiable(nested):
+        nested = open_grads() > 0 or (torch.is_grad_enabled() and any(_requires_grad(a) for a in (args, kwargs)))
+        layers = [self._layer(path) for path, _ in pairs]
+        primals = [_differentiable(x, nested, layer) for x, layer in zip(inputs, layers)]
+        with _phase("forward"), torch.enable_grad(), one_more_grad(), _twice_differentiable(nested):
             call = list(args)
             for i, argument in zip(self.argnums, px_tree.unflatten(treedef, primals)):
                 call[i] = argument
             out = self.fn(*call, **kwargs)
         value, aux = self._split(out)
         with _phase("backward"):
+            if (trace := current_trace()) is not None:
+                trace.at_call(user_source())
             grads = _gradients(value, primals, nested)
+            if not nested:
+                grads = [_labelled(g, layer, "gradient") for g, layer in zip(grads, layers)]
         trace = current_trace()
-        if trace is not None and _open_grads.get() == 0:
+        if trace is not None and open_grads() == 0:
             trace.set_origin(_replace_phase(trace.origin, "update"))
         if not nested:
             value, aux = px_tree.map(_detached, (value, aux))
@@ -123,14 +127,20 @@ class GradFunction:
                 return gradient
             trace = current_trace()
             where = px_tree.path_expr(path[1:], self._name(path[0]))
-            marked = trace.marked(asked=True, reason=f"gradient of {where}", phase="backward") if trace else _nothing()
-            with marked:
+            origin = {"layer": self._layer(path), "role": "gradient", "phase": "backward"}
+            with trace.marked(asked=True, reason=f"gradient of {where}", **origin) if trace else _nothing():
                 return gradient.redistribute(gradient.device_mesh, wanted)
 
         return px_tree.map_with_path(one, grads, selected)
 
     def _name(self, index: int) -> str:
         return f"argument {self.argnums[index]}"
+
+    def _layer(self, path: Any) -> str:
+        """How origins call the leaf: its path as rules match it, in the argument if there is but one."""
+        argument = self.argnums[path[0]]
+        name = self._parameters[argument] if argument < len(self._parameters) else str(argument)
+        return px_tree.path_str(path[1:] if self.single and len(path) > 1 else (name, *path[1:]))
 
     def _argument(self, args: Sequence[Any], i: int) -> Any:
         try:
@@ -195,16 +205,30 @@ def _resting_placements(primal: Any, gradient: DTensor) -> tuple:
     return tuple(torch.distributed.tensor.Replicate() for _ in gradient.placements)
 
 
-def _differentiable(x: torch.Tensor, nested: bool) -> torch.Tensor:
+def _differentiable(x: torch.Tensor, nested: bool, layer: str) -> torch.Tensor:
     if nested and x.requires_grad:
         with torch.enable_grad():
             return x.clone()
-    return x.detach().requires_grad_()
+    return _labelled(x, layer, "parameter").requires_grad_()
+
+
+def _labelled(x: torch.Tensor, layer: str, role: str) -> torch.Tensor:
+    """The value, detached; the node that this makes in a trace tells what the value is."""
+    trace = current_trace()
+    with trace.marked(layer=layer, role=role) if trace is not None else _nothing():
+        return x.detach()
+
+
+def _parameter_names(fn: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 def any_differentiated(leaves: Sequence[Any]) -> bool:
     """Whether a `grad` that is running outside of any jit differentiates by one of these leaves."""
-    return _open_grads.get() > 0 and _requires_grad(leaves)
+    return open_grads() > 0 and _requires_grad(leaves)
 
 
 def _requires_grad(tree: Any) -> bool:
@@ -235,12 +259,3 @@ def _phase(name: str) -> Any:
 def _twice_differentiable(nested: bool) -> Any:
     """Attention's fused CPU kernel has no second derivative; its math form has."""
     return sdpa_kernel(SDPBackend.MATH) if nested else _nothing()
-
-
-@contextlib.contextmanager
-def _one_more_grad() -> Any:
-    token = _open_grads.set(_open_grads.get() + 1)
-    try:
-        yield
-    finally:
-        _open_grads.reset(token)

@@ -55,16 +55,16 @@ def _is_scaling(node: Node) -> bool:
     name, value = schema_name(node), node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or node.kwargs:
         return False
-    operand = node.args[0]
+    operand = node.args[0] if node.args else None
     if not isinstance(operand, Node) or not same_layout(node, operand):
         return False
     return name == "aten::neg" or (name in ("aten::mul", "aten::div") and isinstance(node.args[1], (int, float)))
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether a node adds two values like its own."""
+    """Whether a node adds or subtracts two values like its own."""
     return (
-        schema_name(node) == "aten::add"
+        schema_name(node) in ("aten::add", "aten::sub")
         and not node.kwargs
         and len(node.args) == 2
         and all(isinstance(a, Node) and same_layout(a, node) for a in node.args)
@@ -93,43 +93,45 @@ def merge_sums(graph: RankGraph) -> RankGraph:
     return graph
 
 
-def _terms(total: Node) -> list[tuple[Node, Node]]:
-    """(term, its reader) of a tree of additions, from left to right."""
-    found: list[tuple[Node, Node]] = []
-    for operand in total.args:
+def _terms(total: Node, sign: int = 1) -> list[tuple[int, Node, Node]]:
+    """(sign, term, its reader) of a tree of additions and subtractions, from left to right."""
+    found: list[tuple[int, Node, Node]] = []
+    for i, operand in enumerate(total.args):
         assert isinstance(operand, Node)
+        own = -sign if i and schema_name(total) == "aten::sub" else sign
         if _is_sum(operand) and only_user(operand) is total:
-            found += _terms(operand)
+            found += _terms(operand, own)
         else:
-            found.append((operand, total))
+            found.append((own, operand, total))
     return found
 
 
+def _add_up(emit: Emitter, terms: list[tuple[int, Node]]) -> Node:
+    sign, value = terms[0]
+    if sign < 0:
+        value = emit(aten.neg.default, value)
+    for sign, term in terms[1:]:
+        value = emit(aten.add.Tensor if sign > 0 else aten.sub.Tensor, value, term)
+    return value
+
+
 def _merge_terms(graph: RankGraph, total: Node) -> bool:
-    terms = _terms(total)
-    kinds: dict[tuple, list[_Paid]] = {}
-    rest: list[Node] = []
-    for term, reader in terms:
+    kinds: dict[tuple, list[tuple[int, _Paid]]] = {}
+    sums: list[tuple[int, Node]] = []
+    for sign, term, reader in _terms(total):
         paid = _paid(term, reader)
         if paid is None:
-            rest.append(term)
+            sums.append((sign, term))
         else:
-            kinds.setdefault((paid.group, paid.reduce.args[1]), []).append(paid)
-    if all(len(group) < 2 for group in kinds.values()):
+            kinds.setdefault((paid.group, paid.reduce.args[1]), []).append((sign, paid))
+    if all(len(members) < 2 for members in kinds.values()):
         return False
     emit = Emitter(graph, total, total)
-    sums: list[Node] = list(rest)
     for (group, op), members in kinds.items():
-        like = members[0].reduce
-        local = [_before(emit, paid) for paid in members]
-        owed = Emitter(graph, total, like)
-        value = local[0]
-        for other in local[1:]:
-            value = owed(aten.add.Tensor, value, other)
-        sums.append(owed.collective(c10d.all_reduce.default, value, op, group))
-    value = sums[0]
-    for other in sums[1:]:
-        value = emit(aten.add.Tensor, value, other)
+        owed = Emitter(graph, total, members[0][1].reduce)
+        local = _add_up(owed, [(sign, _before(emit, paid)) for sign, paid in members])
+        sums.append((1, owed.collective(c10d.all_reduce.default, local, op, group)))
+    value = _add_up(emit, sums)
     total.replace_all_uses_with(value)
     _erase_up(graph, total)
     return True
@@ -171,6 +173,8 @@ def _defer(graph: RankGraph, inner: RankGraph, loop: Loop, i: int) -> bool:
     if not isinstance(total, Node) or not _is_sum(total) or results.count(total) > 1:
         return False
     if set(total.users) != {output_node(loop.body.graph)} or set(carry.users) != {total}:
+        return False
+    if schema_name(total) == "aten::sub" and total.args[0] is not carry:
         return False
     term = next((a for a in total.args if a is not carry), None)
     paid = _paid(term, total)

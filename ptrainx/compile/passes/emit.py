@@ -21,6 +21,7 @@ __all__ = [
     "bytes_of",
     "collective_of",
     "last_placeholder",
+    "operand_of",
     "only_user",
     "own_part",
     "same_layout",
@@ -90,6 +91,12 @@ def last_placeholder(graph: Graph) -> Node | None:
     return next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
 
 
+def operand_of(node: Node) -> Node:
+    """A node's first argument."""
+    operand: Any = node.args[0]
+    return operand
+
+
 def only_user(node: Node) -> Node | None:
     """The one reader of a node; None if there are none or more."""
     return next(iter(node.users)) if len(node.users) == 1 else None
@@ -104,8 +111,10 @@ def collective_of(node: Any, name: str) -> Node | None:
 
 
 def same_layout(a: Node, b: Node) -> bool:
-    """Whether two values have the same shape, strides and dtype."""
+    """Whether two values are tensors of the same shape, strides and dtype."""
     x, y = value_of(a), value_of(b)
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        return False
     return (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 

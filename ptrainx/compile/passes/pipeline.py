@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from ptrainx.compile.graph import check_legal, schema_name
-from ptrainx.compile.passes.bucket import bucket_reductions
+from ptrainx.compile.passes.bucket import bucket_collectives
 from ptrainx.compile.passes.common import share_common
 from ptrainx.compile.passes.dead import drop_dead
+from ptrainx.compile.passes.defer_sums import defer_loop_sums, merge_sums
+from ptrainx.compile.passes.flatten_axes import flatten_axes
 from ptrainx.compile.passes.functionalize import functionalize
 from ptrainx.compile.passes.identities import drop_identities
+from ptrainx.compile.passes.loops import trim_loops
 from ptrainx.compile.passes.narrow_random import narrow_random
+from ptrainx.compile.passes.one_pass import Pass
+from ptrainx.compile.passes.scatter import cancel_gathers, scatter_reductions
 from ptrainx.compile.passes.schedule import issue_early
+from ptrainx.compile.passes.shared_gathers import share_gathers
 from ptrainx.compile.trace import RankGraph
 
-__all__ = ["PASSES", "run_passes"]
+__all__ = ["PASSES", "run_passes", "tidy"]
 
 
 def _narrow_random(graph: RankGraph) -> RankGraph:
@@ -23,21 +30,67 @@ def _narrow_random(graph: RankGraph) -> RankGraph:
     return graph
 
 
-PASSES: tuple[Callable[[RankGraph], RankGraph], ...] = (
-    functionalize,
-    drop_identities,
-    share_common,
-    drop_dead,
-    _narrow_random,
-    bucket_reductions,
-    issue_early,
+PASSES: tuple[Pass, ...] = (
+    Pass("functionalize", functionalize),
+    Pass("drop_identities", drop_identities),
+    Pass("share_common", share_common),
+    Pass("drop_dead", drop_dead),
+    Pass("narrow_random", _narrow_random),
+    Pass("share_gathers", share_gathers),
+    Pass("cancel_gathers", cancel_gathers, exact=False),
+    Pass("scatter_reductions", scatter_reductions, exact=False),
+    Pass("merge_sums", merge_sums, exact=False),
+    Pass("flatten_axes", flatten_axes, exact=False),
+    Pass("drop_dead", drop_dead),
+    Pass("bucket_collectives", bucket_collectives, exact=False),
+    Pass("issue_early", issue_early),
 )
+"""In the order in which they run, on the bodies of loops first. `defer_loop_sums` comes before all of them."""
+
+BEFORE_LOOPS = Pass("defer_loop_sums", defer_loop_sums, exact=False)
+
+Watch = Callable[[Pass, str, RankGraph], None]
 
 
-def run_passes(graph: RankGraph) -> RankGraph:
-    """The graph after every pass, each checked."""
-    for one in PASSES:
+def tidy(graph: RankGraph) -> RankGraph:
+    """The graph without writes, nothing twice in it and nothing unread: for a loop's body before it is cut in two."""
+    for one in (functionalize, drop_identities, share_common, drop_dead):
         graph = one(graph)
-        check_legal(graph.module.graph)
+    return graph
+
+
+def run_passes(graph: RankGraph, watch: Watch | None = None) -> RankGraph:
+    """The graph after every pass, each checked; the bodies of its loops first, as graphs of their own.
+
+    Args:
+        graph: as traced; it is changed.
+        watch: called after each pass with it, where it ran ("" or a loop) and the whole graph as it is then.
+    """
+    graph = _run(BEFORE_LOOPS, graph, watch)
+    for loop in trim_loops(graph.module.graph):
+        body = dataclasses.replace(graph, module=loop.body, captures=[], capture_versions=[], outputs=())
+        setattr(graph.module, loop.name, run_passes(body, _inside(watch, graph, loop.name)).module)
+    for one in PASSES:
+        graph = _run(one, graph, watch)
     graph.module.recompile()
     return graph
+
+
+def _run(one: Pass, graph: RankGraph, watch: Watch | None) -> RankGraph:
+    graph = one(graph)
+    check_legal(graph.module.graph)
+    if watch is not None:
+        watch(one, "", graph)
+    return graph
+
+
+def _inside(watch: Watch | None, graph: RankGraph, loop: str) -> Watch | None:
+    """The watch over the passes of a loop's body."""
+    if watch is None:
+        return None
+
+    def inner(one: Pass, where: str, body: RankGraph) -> None:
+        setattr(graph.module, loop, body.module)
+        watch(one, f"{loop} {where}".strip(), graph)
+
+    return inner
