@@ -260,9 +260,10 @@ class _Frame:
             self.buffers[self.roots[node]] = buffer
             return buffer
         value = node.meta.get("val")
-        if isinstance(value, (list, tuple)):
-            return [self._of(node, v) for v in value]
-        return self._of(node, value)
+        made = [self._of(node, v) for v in value] if isinstance(value, (list, tuple)) else self._of(node, value)
+        if self.run.gloo and schema_name(node) in _CONVOLUTIONS:
+            self.run.passing(node, _blocked_bytes(node, made))
+        return made
 
     def _of(self, node: Node, value: Any) -> Value:
         """The buffer of a result: that of the storage, if some value has it already."""
@@ -431,6 +432,16 @@ def _buffers(value: Value) -> list[_Buffer]:
     if isinstance(value, list):
         return [buffer for item in value for buffer in _buffers(item)]
     return []
+
+
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+
+
+def _blocked_bytes(node: Node, made: Value) -> int:
+    """What oneDNN's convolutions hold beside their results: the largest operand and results in its blocked layout."""
+    operand = max(_bytes(n.meta["val"]) for n in node.all_input_nodes)
+    results = sum(buffer.bytes for buffer in _buffers(made))
+    return operand + results if schema_name(node) == _CONVOLUTIONS[1] else max(operand - results, results)
 
 
 def _bytes(value: torch.Tensor) -> int:

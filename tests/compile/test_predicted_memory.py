@@ -20,8 +20,11 @@ MODELS = {
 }
 
 
-def measured_peak(run: Any) -> int:
-    """The most that is allocated at once beyond the start, by the allocator's own events."""
+def measured_peak(run: Any) -> tuple[int, int]:
+    """(the most that is allocated at once beyond the start, what is left at the end), by the allocator's events.
+
+    What gloo's own threads free is not seen, and counts as left.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
         run()
     now = peak = 0
@@ -29,11 +32,11 @@ def measured_peak(run: Any) -> int:
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    return peak
+    return peak, now
 
 
-def both_peaks(model: Model, weights: Any = None, donate: bool = True, **axes: int) -> tuple[int, int]:
-    """(predicted, measured) bytes of a step's second call, arguments included."""
+def both_peaks(model: Model, weights: Any = None, donate: bool = True, **axes: int) -> tuple[int, int, int]:
+    """(predicted, measured, what of that may be wrong) bytes of a step's second call, arguments included."""
     mesh = px.make_mesh(axes or {"data": 1})
     step, state, batch = train(model, mesh, weights)
     if not donate:
@@ -50,25 +53,26 @@ def both_peaks(model: Model, weights: Any = None, donate: bool = True, **axes: i
         del out
 
     # With donation the memory of results is that of arguments: what grows is counted, not what is given back.
-    return memory.peak_bytes, memory.argument_bytes + measured_peak(run)
+    peak, left = measured_peak(run)
+    return memory.peak_bytes, memory.argument_bytes + peak, max(left, 0)
 
 
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "kept"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_peak_is_predicted_within_a_tenth(model: Any, donate: bool) -> None:
-    predicted, measured = both_peaks(model(), donate=donate)
+    predicted, measured, _ = both_peaks(model(), donate=donate)
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-def on_two_ranks(name: str, sharded: bool) -> tuple[int, int]:
+def on_two_ranks(name: str, sharded: bool) -> tuple[int, int, int]:
     return both_peaks(MODELS[name](), P("data") if sharded else None, data=2)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["data-parallel", "sharded"])
 @pytest.mark.parametrize("name", ["GPT", "MLP"])
 def test_the_peak_of_real_ranks(pool: Pool, name: str, sharded: bool) -> None:
-    for predicted, measured in pool.run(on_two_ranks, 2, name, sharded):
-        assert predicted == pytest.approx(measured, rel=0.1)
+    for predicted, measured, unseen in pool.run(on_two_ranks, 2, name, sharded):
+        assert 0.9 * (measured - unseen) <= predicted <= 1.1 * measured
 
 
 def test_the_holders_of_the_peak() -> None:
