@@ -130,7 +130,7 @@ class FlatChannel(Channel):
         self.size = math.prod(mesh.shape[axis] for axis in axes)
 
     @functools.cached_property
-    def group(self) -> Any:  # type: ignore[override]
+    def group(self) -> Any:
         return self.mesh.group_over(self.axes)
 
     @functools.cached_property

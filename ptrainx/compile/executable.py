@@ -36,6 +36,9 @@ class Executable:
     Args:
         program: what was traced.
         graphs: each rank's graph, after the passes; one, for this process's rank, on a real mesh.
+
+    Attributes:
+        before_first: called with each rank's local tensors before the first run; None if there is nothing to do.
     """
 
     def __init__(self, program: Program, graphs: Sequence[RankGraph]):
@@ -61,6 +64,7 @@ class Executable:
         else:
             self.step, _, source = generate(first, open_channels(self.mesh), donated, program.name)
             self.sources = [source]
+        self.before_first: Callable[[list[Locals]], None] | None = None
         self.shards = [self._sharder(a) for a in program.arguments]
         self.out_specs = [
             tensor_spec(self.mesh.device_mesh, o.spec, self.mesh, _Like(o.shape, o.dtype))
@@ -83,6 +87,8 @@ class Executable:
             ]
             args.extend([_local(c) for c in self.captures[0]])
             args = [a if type(a) is torch.Tensor and a.is_contiguous() else _settled(a) for a in args]
+            if self.before_first is not None:
+                self._check_first([args])
             if self.donated:
                 self._take(leaves, args)
                 retire(leaves, self.donated_names)
@@ -91,6 +97,12 @@ class Executable:
             self.out_tree,
             [out if spec is None else tc.wrap_local(out, spec) for out, spec in zip(outs, self.out_specs)],
         )
+
+    def _check_first(self, args: list[Locals]) -> None:
+        """Calls `before_first` with each rank's local tensors; once, unless it raises."""
+        assert self.before_first is not None
+        self.before_first(args)
+        self.before_first = None
 
     def _take(self, leaves: list[Any], args: Locals) -> None:
         """Makes sure that nobody else sees the memory of donated leaves; refuses leaves that share it.
@@ -123,6 +135,8 @@ class Executable:
         args = [[column[rank].contiguous() for column in columns] for rank in ranks]
         for rank, own in zip(ranks, args):
             own.extend(_on_rank(captured, rank) for captured in self.captures[rank])
+        if self.before_first is not None:
+            self._check_first(args)
         if self.donated:
             check_donation(leaves, self.donated, self.program)
             for i in self.donated:

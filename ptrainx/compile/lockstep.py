@@ -38,13 +38,8 @@ class Lockstep:
         shape: dict[str, int],
     ):
         self.programs = list(programs)
+        self.shape = dict(shape)
         self.group_of: dict[str, list[list[int]]] = {}
-        for axis in {call.axis for _, calls in self.programs for call in calls}:
-            members: list[list[int]] = [[] for _ in self.programs]
-            for group in axis_groups(tuple(shape.values()), *(list(shape).index(a) for a in split_axes(axis))):
-                for rank in group:
-                    members[rank] = group
-            self.group_of[axis] = members
 
     def run(self, args: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Each rank's results from each rank's local tensors; the lists are emptied.
@@ -68,6 +63,14 @@ class Lockstep:
             ready = self._meet(waiting, results)
         return results  # type: ignore[return-value]
 
+    def _group(self, axis: str, rank: int) -> list[int]:
+        """The members of a rank's group over an axis, or over several taken together."""
+        if axis not in self.group_of:
+            dims = [list(self.shape).index(a) for a in split_axes(axis)]
+            groups = axis_groups(tuple(self.shape.values()), *dims)
+            self.group_of[axis] = [next(g for g in groups if r in g) for r in range(len(self.programs))]
+        return self.group_of[axis][rank]
+
     def _call(self, rank: int, request: tuple[int, torch.Tensor]) -> CollectiveCall:
         return self.programs[rank][1][request[0]]
 
@@ -78,7 +81,7 @@ class Lockstep:
             if rank not in waiting:
                 continue
             call = self._call(rank, waiting[rank])
-            group = self.group_of[call.axis][rank]
+            group = self._group(call.axis, rank)
             if not all(member in waiting for member in group):
                 continue
             calls = [self._call(member, waiting[member]) for member in group]

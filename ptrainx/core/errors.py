@@ -12,6 +12,7 @@
     ├── GradientError        something that has no gradient: a vector, integers
     ├── DonationError        a donated value was used again, or one buffer was donated twice
     ├── AgreementError       ranks that disagree about the program, or never came
+    ├── PassError            a pass of the compiler changed a result
     ├── HyperparameterError  an optimizer or schedule setting out of range
     ├── DataError            a data source that is missing, empty or malformed
     ├── WorkerError          a worker process failed
@@ -33,6 +34,7 @@ __all__ = [
     "InputError",
     "MeshError",
     "MutationError",
+    "PassError",
     "PtrainxError",
     "RandomnessError",
     "SpecError",
@@ -107,6 +109,9 @@ class DonationError(PtrainxError, RuntimeError): ...
 
 
 class AgreementError(PtrainxError, RuntimeError): ...
+
+
+class PassError(PtrainxError, RuntimeError): ...
 
 
 class HyperparameterError(PtrainxError, ValueError): ...

@@ -4,6 +4,7 @@
 |---|---|
 | `PTRAINX_LOG` | comma-separated topics to log; `retrace` tells what is traced, and why again |
 | `PTRAINX_CHECK_INPUTS` | `1`: compare plain inputs between ranks at every call, not just the first |
+| `PTRAINX_CHECK_PASSES` | `1`: a step's first call runs its graph after each pass too, and compares the results |
 | `PTRAINX_AGREEMENT_TIMEOUT` | seconds that ranks wait for each other before a graph's first run (default 120) |
 | `PTRAINX_CACHE_DIR` | where compiled code is kept (default: `ptrainx` in the user's cache folder) |
 """
@@ -14,7 +15,7 @@ import logging
 import os
 from pathlib import Path
 
-__all__ = ["agreement_timeout", "cache_dir", "check_inputs", "log"]
+__all__ = ["agreement_timeout", "cache_dir", "check_inputs", "check_passes", "log"]
 
 
 def _logger() -> logging.Logger:
@@ -36,6 +37,11 @@ def log(topic: str, message: str) -> None:
 def check_inputs() -> bool:
     """Whether plain inputs are compared between ranks at every call."""
     return os.environ.get("PTRAINX_CHECK_INPUTS") == "1"
+
+
+def check_passes() -> bool:
+    """Whether a step's first call compares its results after each pass of the compiler."""
+    return os.environ.get("PTRAINX_CHECK_PASSES") == "1"
 
 
 def agreement_timeout() -> float:

@@ -19,7 +19,7 @@ def announce_cuts(inside: Callable[[Any, int], contextlib.AbstractContextManager
         with inside(mesh, mesh_dim):
             return original(self, local, mesh, mesh_dim, index)
 
-    Shard._replicate_to_shard = cut  # type: ignore[method-assign]
+    Shard._replicate_to_shard = cut  # type: ignore[method-assign, assignment]
 
     def undo() -> None:
         Shard._replicate_to_shard = original  # type: ignore[method-assign]

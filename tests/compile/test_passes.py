@@ -6,7 +6,7 @@ import torch
 import ptrainx as px
 from ptrainx import P
 from ptrainx.compile.graph import is_collective, is_wait, origin_of, schema_name, writes
-from ptrainx.compile.passes.bucket import bucket_reductions
+from ptrainx.compile.passes.bucket import bucket_collectives
 from ptrainx.compile.passes.common import share_common
 from ptrainx.compile.passes.dead import drop_dead
 from ptrainx.compile.passes.functionalize import functionalize
@@ -125,7 +125,7 @@ def test_gradient_reductions_share_a_bucket():
     graph = drop_dead(drop_identities(traced(gradients, params, x, in_specs=(P(), P("data")))))
     before = [n for n in reductions(graph) if origin_of(n).asked]
     assert len(before) == 5
-    after = [n for n in reductions(bucket_reductions(graph)) if origin_of(n).asked]
+    after = [n for n in reductions(bucket_collectives(graph)) if origin_of(n).asked]
     assert len(after) == 1
     assert after[0].args[0].meta["val"].numel() == 5 * 16
     assert "4 more" in origin_of(after[0]).reason
@@ -139,7 +139,7 @@ def test_buckets_have_a_size(monkeypatch):
     monkeypatch.setattr("ptrainx.compile.passes.bucket.BUCKET_BYTES", 2 * 64)
     params = [torch.randn(4, 4) for _ in range(5)]
     graph = drop_dead(drop_identities(traced(gradients, params, torch.randn(8, 4), in_specs=(P(), P("data")))))
-    sizes = [n.args[0].meta["val"].numel() for n in reductions(bucket_reductions(graph)) if origin_of(n).asked]
+    sizes = [n.args[0].meta["val"].numel() for n in reductions(bucket_collectives(graph)) if origin_of(n).asked]
     assert sorted(sizes) == [16, 32, 32]
 
 
@@ -152,7 +152,7 @@ def needs_the_first(w, x):
 
 def test_a_reduction_that_needs_another_stays_apart():
     x, w = torch.randn(8, 4), torch.randn(4)
-    graph = bucket_reductions(drop_dead(drop_identities(traced(needs_the_first, w, x, in_specs=(P(), P("data"))))))
+    graph = bucket_collectives(drop_dead(drop_identities(traced(needs_the_first, w, x, in_specs=(P(), P("data"))))))
     assert len([n for n in reductions(graph) if origin_of(n).asked]) == 2
     mesh = px.make_mesh(WORLD, simulate=True)
     got = px.device_get(px.jit(needs_the_first, mesh=mesh, in_specs=(P(), P("data")))(w, x))

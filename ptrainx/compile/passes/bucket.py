@@ -1,9 +1,16 @@
-"""Merges all-reduces that were asked for into few large ones.
+"""Merges collectives that were asked for into few larger ones: all-reduces, all-gathers, reduce-scatters.
 
-A collective has a price of its own, whatever it carries: on gloo about a tenth of a millisecond. Gradients come in
-dozens of small tensors; their reductions over one axis become one per bucket, over a flat buffer. Two reductions may
-share a bucket if neither needs the other: they have the same number of mergeable reductions on the longest path that
-leads to them.
+A collective has a price of its own, whatever it carries: on gloo about a tenth of a millisecond. Gradients and sharded
+parameters come in dozens of small tensors; those over one axis, of one dtype, go together in a flat buffer.
+
+    all-reduce       cat of the flat operands       -> views of the result
+    reduce-scatter   cat of [n, chunk] along dim 1  -> views of the result
+    all-gather       cat of the flat shards         -> columns of the result as [n, total], each copied together
+
+A gathered or scattered bucket copies what would otherwise not be copied, so that only small tensors go into one. Two
+collectives may share a bucket if neither needs the other: they have the same number of mergeable collectives on the
+longest path that leads to them. Reductions fill their buckets in the order in which their operands are ready, gathers
+in the order in which their results are read. Gathers that a remat repeats go with their like.
 """
 
 from __future__ import annotations
@@ -14,102 +21,133 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from ptrainx.compile.graph import axis_group, is_wait, origin_of, schema_name
+from ptrainx.compile.graph import is_wait, origin_of, schema_name
+from ptrainx.compile.passes.emit import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Emitter,
+    bytes_of,
+    last_placeholder,
+    operand_of,
+    value_of,
+)
 from ptrainx.compile.provenance import merged_origin
 from ptrainx.compile.trace import RankGraph
-from ptrainx.core.trace_context import Origin
 
-__all__ = ["BUCKET_BYTES", "bucket_reductions"]
+__all__ = ["BUCKET_BYTES", "GATHER_BUCKET_BYTES", "SMALL_BYTES", "bucket_collectives"]
 
 BUCKET_BYTES = 8 * 2**20
 """How much one merged reduction carries: large enough to be worth its price, small enough to overlap the backward."""
+GATHER_BUCKET_BYTES = 2 * 2**20
+"""What a merged gather makes: it is all there before the first of its parts is read."""
+SMALL_BYTES = 512 * 2**10
+"""The largest whole tensor that is gathered or scattered in a bucket: larger ones cost more to copy than to send."""
 
 aten = torch.ops.aten
 
 
-def bucket_reductions(graph: RankGraph) -> RankGraph:
-    """The graph with asked all-reduces of one axis, operation and dtype merged, in the order of their operands."""
+def bucket_collectives(graph: RankGraph) -> RankGraph:
+    """The graph with asked collectives of one kind, axis, operation and dtype merged."""
     nodes = list(graph.module.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    with graph.fake_mode:
-        for members in _buckets(nodes, position):
-            _merge(graph.module.graph, members, position)
+    for members in _buckets(nodes, position):
+        if len(members) > 1:
+            _merge(graph, members, position)
+            position.update((node, i) for i, node in enumerate(graph.module.graph.nodes))
     return graph
 
 
+def _whole_bytes(node: Node) -> int:
+    """The size of the larger of operand and result."""
+    return max(bytes_of(node), bytes_of(node.args[0]))
+
+
 def _mergeable(node: Node) -> bool:
-    return schema_name(node) == "_c10d_functional::all_reduce" and origin_of(node).asked and len(node.users) == 1
+    name = schema_name(node)
+    if name not in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER) or not origin_of(node).asked or len(node.users) != 1:
+        return False
+    return name == ALL_REDUCE or (_whole_bytes(node) <= SMALL_BYTES and value_of(node).numel() > 0)
+
+
+def _levels(nodes: list[Node]) -> dict[Node, int]:
+    """How many mergeable collectives there are on the longest path to each node, itself included."""
+    level: dict[Node, int] = {}
+    for node in nodes:
+        level[node] = max((level[n] for n in node.all_input_nodes), default=0) + _mergeable(node)
+    return level
 
 
 def _buckets(nodes: list[Node], position: dict[Node, int]) -> Iterable[list[Node]]:
-    level: dict[Node, int] = {}
-    for node in nodes:
-        below = max((level[n] for n in node.all_input_nodes), default=0)
-        level[node] = below + _mergeable(node)
+    level = _levels(nodes)
     kinds: dict[tuple, list[Node]] = {}
     for node in nodes:
         if _mergeable(node):
-            kinds.setdefault((axis_group(node), node.args[1], _value(node.args[0]).dtype, level[node]), []).append(node)
-    for candidates in kinds.values():
-        candidates.sort(key=lambda n: position[n.args[0]])  # type: ignore[index]
+            repeated = node.meta.get("recomputed")
+            kind = (schema_name(node), *node.args[1:], value_of(node.args[0]).dtype, level[node], repeated)
+            kinds.setdefault(kind, []).append(node)
+    for (name, *_), candidates in kinds.items():
+        gathers = name == ALL_GATHER
+        limit = GATHER_BUCKET_BYTES if gathers else BUCKET_BYTES
+        candidates.sort(key=lambda n: _first_read(n, position) if gathers else position[operand_of(n)])
         bucket: list[Node] = []
-        size, needed = 0, math.inf
+        size, ready, needed = 0, -1, math.inf
         for node in candidates:
-            bytes_ = _value(node.args[0]).numel() * _value(node.args[0]).element_size()
+            bytes_, made, read = _whole_bytes(node), position[operand_of(node)], _first_read(node, position)
             # A bucket runs behind its last operand, which has to come before the first reader of any result.
-            if bucket and (size + bytes_ > BUCKET_BYTES or position[node.args[0]] >= needed):  # type: ignore[index]
+            if bucket and (size + bytes_ > limit or max(ready, made) >= min(needed, read)):
                 yield bucket
-                bucket, size, needed = [], 0, math.inf
+                bucket, size, ready, needed = [], 0, -1, math.inf
+                made, read = position[operand_of(node)], _first_read(node, position)
             bucket.append(node)
-            size += bytes_
-            needed = min([needed, *(position[reader] for wait in node.users for reader in wait.users)])
+            size, ready, needed = size + bytes_, max(ready, made), min(needed, read)
         yield bucket
 
 
-def _value(node: Any) -> torch.Tensor:
-    return node.meta["val"]
+def _first_read(node: Node, position: dict[Node, int]) -> float:
+    return min((position[reader] for wait in node.users for reader in wait.users), default=math.inf)
 
 
-def _merge(graph: Graph, members: list[Node], position: dict[Node, int]) -> None:
-    """Replaces the members and their waits by one reduction over their operands, flattened and joined."""
-    if len(members) < 2:
-        return
-    operands: list[Node] = [m.args[0] for m in members]  # type: ignore[misc]
+def _merge(graph: RankGraph, members: list[Node], position: dict[Node, int]) -> None:
+    """Replaces the members and their waits by one collective over their operands, flattened and joined."""
+    operands = [operand_of(m) for m in members]
+    waits = [next(iter(m.users)) for m in members]
+    assert all(map(is_wait, waits))
     last = max(operands, key=position.__getitem__)
     origin = merged_origin([origin_of(m) for m in members])
-    anchor = last if last.op != "placeholder" else _last_placeholder(graph)
-    emit = _Emitter(graph, anchor, origin)
-    flat = emit(aten.cat.default, [emit(aten.reshape.default, o, [-1]) for o in operands])
-    reduced = emit(members[0].target, flat, *members[0].args[1:])
-    waited = emit(torch.ops._c10d_functional.wait_tensor.default, reduced)
-    parts = emit(aten.split_with_sizes.default, waited, [_value(o).numel() for o in operands])
-    for i, (member, operand) in enumerate(zip(members, operands)):
-        wait = next(iter(member.users))
-        assert is_wait(wait)
-        part = emit(aten.view.default, emit(operator.getitem, parts, i), list(_value(operand).shape))
+    start = last if last.op != "placeholder" else last_placeholder(graph.module.graph)
+    assert start is not None
+    pack = Emitter(graph, start.next, members[0], origin)
+    flat = _packed(pack, members, operands)
+    waited = pack.collective(members[0].target, flat, *members[0].args[1:])
+    readers = [reader for wait in waits for reader in wait.users]
+    first = min(readers, key=position.__getitem__, default=None)
+    unpack = pack if first is None else Emitter(graph, first, members[0], origin)
+    for wait, member, part in zip(waits, members, _unpacked(unpack, members, operands, waited)):
         wait.replace_all_uses_with(part)
-        graph.erase_node(wait)
-        graph.erase_node(member)
-    position.update((node, i) for i, node in enumerate(graph.nodes))
+        graph.module.graph.erase_node(wait)
+        graph.module.graph.erase_node(member)
 
 
-def _last_placeholder(graph: Graph) -> Node:
-    return [n for n in graph.nodes if n.op == "placeholder"][-1]
+def _packed(emit: Emitter, members: list[Node], operands: list[Node]) -> Node:
+    if schema_name(members[0]) != REDUCE_SCATTER:
+        return emit(aten.cat.default, [emit(aten.reshape.default, o, [-1]) for o in operands])
+    n: Any = members[0].args[2]
+    rows = emit(aten.cat.default, [emit(aten.reshape.default, o, [n, -1]) for o in operands], 1)
+    return emit(aten.view.default, rows, [-1])
 
 
-class _Emitter:
-    """Adds nodes one after the other, with their fake values."""
-
-    def __init__(self, graph: Graph, anchor: Node, origin: Origin):
-        self.graph, self.anchor, self.origin = graph, anchor, origin
-
-    def __call__(self, target: Any, *args: Any) -> Node:
-        with self.graph.inserting_after(self.anchor):
-            node = self.graph.call_function(target, args)
-        values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-        node.meta["val"] = target(*values)
-        node.meta["custom"] = {"origin": self.origin}
-        self.anchor = node
-        return node
+def _unpacked(emit: Emitter, members: list[Node], operands: list[Node], waited: Node) -> list[Node]:
+    if schema_name(members[0]) == ALL_GATHER:
+        n: Any = members[0].args[1]
+        rows = emit(aten.view.default, waited, [n, -1])
+        parts = emit(aten.split_with_sizes.default, rows, [value_of(o).numel() for o in operands], 1)
+        join = aten.reshape.default
+    else:
+        parts = emit(aten.split_with_sizes.default, waited, [value_of(m).numel() for m in members])
+        join = aten.view.default
+    return [
+        emit(join, emit(operator.getitem, parts, i), list(value_of(member).shape)) for i, member in enumerate(members)
+    ]

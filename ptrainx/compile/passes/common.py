@@ -21,7 +21,7 @@ def share_common(graph: RankGraph) -> RankGraph:
     for node in list(graph.module.graph.nodes):
         if node.op != "call_function" or not is_pure(node) or schema_name(node) in _NEVER:
             continue
-        earlier = first.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+        earlier = first.setdefault((node.target, _key(node.args), _key(node.kwargs), node.meta.get("recomputed")), node)
         if earlier is not node:
             node.replace_all_uses_with(earlier)
             graph.module.graph.erase_node(node)

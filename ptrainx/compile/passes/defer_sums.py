@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from ptrainx.compile.graph import Loop, axis_group, is_loop, loop_of, output_node, schema_name
-from ptrainx.compile.passes.emit import ALL_REDUCE, Emitter, collective_of, only_user, same_layout
+from ptrainx.compile.passes.emit import ALL_REDUCE, Emitter, collective_of, only_user, operand_of, same_layout
 from ptrainx.compile.trace import RankGraph
 
 __all__ = ["defer_loop_sums", "merge_sums"]
@@ -165,7 +165,7 @@ def defer_loop_sums(graph: RankGraph) -> RankGraph:
 
 
 def _defer(graph: RankGraph, inner: RankGraph, loop: Loop, i: int) -> bool:
-    if sum(is_loop(n) and n.args[0].target == loop.name for n in graph.module.graph.nodes) > 1:  # type: ignore[union-attr]
+    if sum(is_loop(n) and operand_of(n).target == loop.name for n in graph.module.graph.nodes) > 1:
         return False
     carry = list(loop.body.graph.find_nodes(op="placeholder"))[i]
     results: Any = output_node(loop.body.graph).args[0]
@@ -176,13 +176,14 @@ def _defer(graph: RankGraph, inner: RankGraph, loop: Loop, i: int) -> bool:
         return False
     if schema_name(total) == "aten::sub" and total.args[0] is not carry:
         return False
-    term = next((a for a in total.args if a is not carry), None)
+    term = next((a for a in total.all_input_nodes if a is not carry), None)
     paid = _paid(term, total)
     if paid is None:
         return False
     emit = Emitter(inner, total, total)
-    total.replace_input_with(term, _before(emit, paid))  # type: ignore[arg-type]
-    _erase_up(inner, term)  # type: ignore[arg-type]
+    assert term is not None
+    total.replace_input_with(term, _before(emit, paid))
+    _erase_up(inner, term)
     _pay_after(graph, loop, i, paid)
     return True
 
@@ -198,4 +199,6 @@ def _pay_after(graph: RankGraph, loop: Loop, i: int, paid: _Paid) -> None:
             emit = Emitter(graph, user.next, paid.reduce)
             whole = emit.collective(c10d.all_reduce.default, user, paid.reduce.args[1], paid.group)
             final = emit(aten.add.Tensor, start, whole)
-            user.replace_all_uses_with(final, delete_user_cb=lambda reader, whole=whole: reader is not whole.args[0])
+            for reader in list(user.users):
+                if reader is not operand_of(whole):
+                    reader.replace_input_with(user, final)

@@ -11,6 +11,7 @@ What DTensor cuts is marked with its axis while it is traced (`Origin.cut`), so 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -23,6 +24,7 @@ from ptrainx.compile.passes.emit import (
     Emitter,
     collective_of,
     only_user,
+    operand_of,
     own_part,
     same_layout,
     value_of,
@@ -45,9 +47,10 @@ def scatter_reductions(graph: RankGraph) -> RankGraph:
         reduced = collective_of(whole, ALL_REDUCE)
         if reduced is None or graph.axis_of[axis_group(reduced)] != axis:
             continue
-        split: Node = node.args[0]  # type: ignore[assignment]
-        if only_user(whole) is not split or only_user(split) is not node or not value_of(whole).is_contiguous():
+        split = operand_of(node)
+        if [only_user(whole), only_user(split)] != [split, node] or not value_of(whole).is_contiguous():
             continue
+        operand: Any
         operand, op, group = reduced.args
         n = graph.place_in(axis)[1]
         emit = Emitter(graph, reduced, reduced)
@@ -56,8 +59,8 @@ def scatter_reductions(graph: RankGraph) -> RankGraph:
             operand = emit(aten.cat.default, [emit(operator.getitem, parts, i) for i in range(n)])
         scattered = emit.collective(c10d.reduce_scatter_tensor.default, operand, op, n, group)
         if not _replace_cut(node, scattered):
-            for new in (scattered, scattered.args[0]):
-                graph.module.graph.erase_node(new)  # type: ignore[arg-type]
+            for new in (scattered, operand_of(scattered)):
+                graph.module.graph.erase_node(new)
             continue
         for old in (node, split, whole, reduced):
             if not old.users:
@@ -83,7 +86,7 @@ def _cut_of_gather(graph: RankGraph, node: Node) -> None:
     stacked, gathered_dim = (whole, 0) if joined is None else joined
     gather = collective_of(stacked, ALL_GATHER)
     if gather is not None and graph.axis_of[axis_group(gather)] == axis and gathered_dim == dim:
-        _replace_cut(node, gather.args[0])  # type: ignore[arg-type]
+        _replace_cut(node, operand_of(gather))
 
 
 def _replace_cut(node: Node, new: Node) -> bool:
@@ -102,29 +105,29 @@ def _replace_cut(node: Node, new: Node) -> bool:
 def _gather_of_scatter(graph: RankGraph, node: Node) -> bool:
     gather = collective_of(node, ALL_GATHER)
     assert gather is not None
-    waited = gather.args[0]
+    waited = operand_of(gather)
     scatter = collective_of(waited, REDUCE_SCATTER)
-    if scatter is None or len(waited.users) != 1 or axis_group(scatter) != axis_group(gather):  # type: ignore[union-attr]
+    if scatter is None or len(waited.users) != 1 or axis_group(scatter) != axis_group(gather):
         return False
     operand, op, _, group = scatter.args
     reduced = Emitter(graph, scatter, scatter).collective(c10d.all_reduce.default, operand, op, group)
     if not same_layout(node, reduced):
         graph.module.graph.erase_node(reduced)
-        graph.module.graph.erase_node(reduced.args[0])  # type: ignore[arg-type]
+        graph.module.graph.erase_node(operand_of(reduced))
         return False
     node.replace_all_uses_with(reduced)
     for old in (node, gather, waited, scatter):
-        graph.module.graph.erase_node(old)  # type: ignore[arg-type]
+        graph.module.graph.erase_node(old)
     return True
 
 
 def _gather_of_cut(graph: RankGraph, node: Node) -> bool:
     gather = collective_of(node, ALL_GATHER)
     assert gather is not None
-    part = gather.args[0]
-    while schema_name(part) in ("aten::clone", "aten::detach", "aten::alias"):  # type: ignore[arg-type]
-        part = part.args[0]  # type: ignore[union-attr]
-    cut = own_part(part, graph)  # type: ignore[arg-type]
+    part = operand_of(gather)
+    while schema_name(part) in ("aten::clone", "aten::detach", "aten::alias"):
+        part = operand_of(part)
+    cut = own_part(part, graph)
     if cut is None or graph.axis_of[axis_group(gather)] != cut[2]:
         return False
     whole, dim, axis = cut
@@ -132,9 +135,9 @@ def _gather_of_cut(graph: RankGraph, node: Node) -> bool:
     if dim:
         reader = next((u for user in node.users for part in user.users for u in part.users), None)
         joined = None if reader is None else whole_part(reader, graph.place_in(axis)[1])
-        if joined != (node, dim):
+        if reader is None or joined != (node, dim):
             return False
-        target = reader  # type: ignore[assignment]
+        target = reader
     if not same_layout(target, whole):
         whole = Emitter(graph, target, gather)(aten.clone.default, whole, memory_format=torch.contiguous_format)
         if not same_layout(target, whole):
