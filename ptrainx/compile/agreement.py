@@ -2,7 +2,9 @@
 
 Each rank puts a record into the world's store: the function's name, a hash of its collectives, hashes of the plain
 inputs that have to be equal everywhere. Each then reads the others', with a deadline. A rank that failed on its way,
-whatever the reason, leaves its error there instead, so that nobody waits for it.
+whatever the reason, leaves its error there instead, so that nobody waits for it. Only where hashes differ do the ranks
+exchange their graphs' lines, and each is shown the first difference. Ranks may differ in what depends on their place
+(which rows of a replicated value are mine), so it is collectives that have to agree.
 """
 
 from __future__ import annotations
@@ -12,17 +14,99 @@ import contextlib
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Node
 
+from ptrainx.compile.graph import axis_group, is_collective, schema_name, walk
+from ptrainx.compile.text import node_lines
+from ptrainx.compile.trace import RankGraph
 from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
+from ptrainx.core.avals import describe
 from ptrainx.core.errors import AgreementError, InputError
 from ptrainx.mesh.mesh import Mesh
 
-__all__ = ["Agreement", "hash_tensor", "is_shared", "meeting_of"]
+__all__ = ["Agreement", "GraphLine", "first_difference", "graph_lines", "hash_tensor", "is_shared", "meeting_of"]
+
+
+class GraphLine(NamedTuple):
+    """A line of a rank's graph.
+
+    Attributes:
+        meaning: what has to be alike on every rank: operator and types, of a collective its axis and arguments too.
+        text: the line of `as_text`, with its source, layer and reason.
+        collective: whether it sends anything.
+    """
+
+    meaning: str
+    text: str
+    collective: bool
+
+
+def graph_lines(graph: RankGraph) -> list[GraphLine]:
+    """The lines of a rank's graph, in order, those of a loop in its place."""
+    times = dict(walk(graph.module.graph))
+    return [
+        GraphLine(_meaning(node, times[node], graph), text, is_collective(node)) for node, text in node_lines(graph)
+    ]
+
+
+def collectives_of(graph: RankGraph) -> list[str]:
+    """The meaning of each collective, in order: what ranks have to agree on."""
+    return [_meaning(node, times, graph) for node, times in walk(graph.module.graph) if is_collective(node)]
+
+
+def _meaning(node: Node, times: int, graph: RankGraph) -> str:
+    name = schema_name(node).split("::")[-1] or str(node.target)
+    if not is_collective(node):
+        value = node.meta.get("val")
+        return f"{name} {describe(value)}" if isinstance(value, torch.Tensor) else name
+    operand, *middle, _ = node.args
+    plain = [m for m in middle if isinstance(m, (str, int))]
+    axis = graph.axis_of[axis_group(node)]
+    return f"{name} over {axis} of {describe(operand.meta['val'])} {plain} {times} times"  # type: ignore[union-attr]
+
+
+def first_difference(sides: Mapping[int, Sequence[GraphLine]]) -> str:
+    """The first collective in which two ranks differ, and what leads to it, with each side's line and source.
+
+    Args:
+        sides: the lines of two ranks.
+    """
+    (a, mine), (b, theirs) = sides.items()
+    ours, others = ([line for line in lines if line.collective] for lines in (mine, theirs))
+    i = _common([line.meaning for line in ours], [line.meaning for line in others])
+    shown = [f"collective {i}: {_side(a, ours, i)}", f"            {_side(b, others, i)}"]
+    if i:
+        shown.append(f"the last that agrees: {ours[i - 1].text}")
+    start, end = _between(mine, i), _between(theirs, i)
+    first = _common([line.meaning for line in start], [line.meaning for line in end])
+    here, there = ([*lines[first : first + 1], None][0] for lines in (start, end))
+    if any(line is not None and not line.collective for line in (here, there)):
+        shown.append(f"the graphs part at: {_side(a, start, first)}")
+        shown.append(f"                    {_side(b, end, first)}")
+    return "\n            ".join(shown)
+
+
+def _common(mine: Sequence[str], theirs: Sequence[str]) -> int:
+    """The length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+
+
+def _side(rank: int, lines: Sequence[GraphLine], i: int) -> str:
+    return f"rank {rank}: {lines[i].text if i < len(lines) else 'nothing more'}"
+
+
+def _between(lines: Sequence[GraphLine], i: int) -> list[GraphLine]:
+    """What follows collective i - 1, up to collective i."""
+    places = [p for p, line in enumerate(lines) if line.collective]
+    start = places[i - 1] + 1 if i else 0
+    return list(lines[start : places[i] + 1 if i < len(places) else len(lines)])
+
 
 # How many meetings there have been, by world and members: the ranks of a mesh meet in one order.
 _counts: collections.Counter[tuple] = collections.Counter()
@@ -65,11 +149,11 @@ class Agreement:
             self.prefix = f"{self.room}/{self.number}"
             self.store = tc.default_store()
 
-    def post(self, collectives: Sequence[str], inputs: Mapping[str, str]) -> None:
+    def post(self, graph: RankGraph | None, inputs: Mapping[str, str]) -> None:
         """Says what this rank is about to run."""
         self.posted = True
-        digest = hashlib.blake2b("\n".join(_comparable(c) for c in collectives).encode(), digest_size=16).hexdigest()
-        self.store.set(f"{self.prefix}/{self.rank}/lines", json.dumps(list(collectives)))
+        collectives = [] if graph is None else collectives_of(graph)
+        digest = hashlib.blake2b("\n".join(collectives).encode(), digest_size=16).hexdigest()
         self._set({"name": self.name, "hash": digest, "inputs": dict(inputs)})
 
     def post_failure(self, error: BaseException) -> None:
@@ -83,8 +167,12 @@ class Agreement:
         for kind in ("", "/lines"):
             self.store.delete_key(f"{self.room}/{self.number - 2}/{self.rank}{kind}")
 
-    def settle(self, collectives: Sequence[str], inputs: Mapping[str, str]) -> None:
+    def settle(self, graph: RankGraph | None, inputs: Mapping[str, str]) -> None:
         """Says what this rank is about to run, waits for every rank and compares.
+
+        Args:
+            graph: this rank's; None if nothing is compiled.
+            inputs: path -> hash of what has to be equal everywhere.
 
         Raises:
             AgreementError: a rank failed, never came, runs another function, or has other collectives.
@@ -92,7 +180,7 @@ class Agreement:
         """
         if self.alone:
             return
-        self.post(collectives, inputs)
+        self.post(graph, inputs)
         records = self._gather()
         mine = records[self.rank]
         for rank, record in records.items():
@@ -102,6 +190,9 @@ class Agreement:
                     got=record["error"],
                     fix=f"mend what rank {rank} reports; this rank has only waited for it",
                 )
+        same = len({record["hash"] for record in records.values()}) == 1
+        if not same and graph is not None:
+            self._post_lines(graph)
         for rank, record in records.items():
             if record["name"] != mine["name"]:
                 raise AgreementError(
@@ -140,16 +231,19 @@ class Agreement:
                 pause = min(pause * 1.5, 0.05)
         return dict(sorted(records.items()))
 
+    def _post_lines(self, graph: RankGraph) -> None:
+        lines = [tuple(line) for line in graph_lines(graph)]
+        self.store.set(f"{self.prefix}/{self.rank}/lines", zlib.compress(json.dumps(lines).encode()))
+
     def _first_difference(self, other: int) -> str:
-        keys = [f"{self.prefix}/{rank}/lines" for rank in (self.rank, other)]
-        self.store.wait(keys)
-        mine, theirs = (json.loads(self.store.get(key)) for key in keys)
-        for i in range(max(len(mine), len(theirs))):
-            a = mine[i] if i < len(mine) else "nothing more"
-            b = theirs[i] if i < len(theirs) else "nothing more"
-            if _comparable(a) != _comparable(b):
-                return f"collective {i}: rank {self.rank}: {a}\n            rank {other}: {b}"
-        return "the same collectives in text"
+        keys = {rank: f"{self.prefix}/{rank}/lines" for rank in (self.rank, other)}
+        self.store.wait(list(keys.values()))
+        return first_difference(
+            {
+                rank: [GraphLine(*line) for line in json.loads(zlib.decompress(self.store.get(key)))]
+                for rank, key in sorted(keys.items())
+            }
+        )
 
     def _compare_inputs(self, mine: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> None:
         for path, digest in mine.items():
@@ -159,10 +253,6 @@ class Agreement:
                     expected="a plain tensor is a global value: the same on every rank",
                     fix="seed every rank alike, or build the value from each rank's rows with px.from_process_local",
                 )
-
-
-def _comparable(line: str) -> str:
-    return line.rsplit(" at ", 1)[0]
 
 
 def hash_tensor(value: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ptrainx.compile.agreement import first_difference, graph_lines
 from ptrainx.compile.channel import open_channels
 from ptrainx.compile.donation import check_donation, donated_names, exclusive, is_donated, refuse, retire
 from ptrainx.compile.lockstep import Lockstep
@@ -20,7 +21,7 @@ from ptrainx.compile.trace import Argument, Program, RankGraph
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor
-from ptrainx.core.errors import TraceError
+from ptrainx.core.errors import AgreementError, TraceError
 from ptrainx.mesh.mesh import Mesh
 from ptrainx.mesh.placement import local_block, tensor_spec
 from ptrainx.mesh.simulated import local_tensors, wrap_all
@@ -57,6 +58,7 @@ class Executable:
         self.donated_names = donated_names(program)
         donated = set(self.donated)
         self.simulated = self.mesh.simulated
+        self.graphs = graphs if self.simulated else ()
         if self.simulated:
             generated = [generate(g, None, donated, program.name) for g in graphs]
             self.sources = [source for _, _, source in generated]
@@ -147,7 +149,11 @@ class Executable:
                     seen.add(tc.storage_id(own[i]))
             retire(leaves, self.donated_names)
         del columns
-        outs = self.lockstep.run(args)
+        try:
+            outs = self.lockstep.run(args)
+        except AgreementError as error:
+            self._explain(error)
+            raise
         return px_tree.unflatten(
             self.out_tree,
             [
@@ -155,6 +161,14 @@ class Executable:
                 for results, spec in zip(zip(*outs), self.out_specs)
             ],
         )
+
+    def _explain(self, error: AgreementError) -> None:
+        """Adds the first difference between two ranks' graphs, where they differ in what they send."""
+        lines = [graph_lines(graph) for graph in self.graphs]
+        sent = [[line.meaning for line in own if line.collective] for own in lines]
+        other = next((rank for rank in range(1, len(sent)) if sent[rank] != sent[0]), None)
+        if other is not None:
+            error.add_note(f"  first:    {first_difference({0: lines[0], other: lines[other]})}")
 
     def _sharder(self, argument: Argument) -> Callable[[Any, int], torch.Tensor]:
         """What takes a plain global value to a rank's part of it. The part may share memory: nothing writes into it."""

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ptrainx.compile.channel import Channel
-from ptrainx.compile.graph import alias_roots, axis_group, is_collective, is_loop, is_wait, origin_of, schema_name
+from ptrainx.compile.graph import alias_roots, is_collective, is_loop, is_wait, origin_of, schema_name
 from ptrainx.compile.kernels import callable_of, choose_kernel
 from ptrainx.compile.lower_loops import write_loop
 from ptrainx.compile.reuse import in_place_target, plan_reuse
@@ -304,17 +304,3 @@ def _is_part(node: Node) -> bool:
 def _is_body(node: Node) -> bool:
     """Whether a node only names the body of a loop."""
     return node.op == "get_attr" and bool(node.users) and all(is_loop(user) for user in node.users)
-
-
-def collective_summary(graph: RankGraph) -> list[str]:
-    """The collectives in order, one line each: what ranks have to agree on."""
-    lines = []
-    for node in graph.module.graph.nodes:
-        if is_collective(node):
-            tensor, *middle, _ = node.args
-            value = tensor.meta["val"]
-            axis = graph.axis_of[axis_group(node)]
-            kind = schema_name(node).split("::")[-1]
-            plain = [m for m in middle if isinstance(m, (str, int))]
-            lines.append(f"{kind} over {axis} of {value.dtype}{list(value.shape)} {plain} at {origin_of(node).source}")
-    return lines

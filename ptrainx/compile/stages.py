@@ -17,7 +17,6 @@ from ptrainx.compile.comms import CommReport, report_comms
 from ptrainx.compile.cost import CostReport, report_cost
 from ptrainx.compile.executable import Executable
 from ptrainx.compile.graph import copy_module
-from ptrainx.compile.lower import collective_summary
 from ptrainx.compile.memory import MemoryReport, report_memory
 from ptrainx.compile.passes import run_passes
 from ptrainx.compile.text import as_text
@@ -96,7 +95,7 @@ class Lowered:
             )
         with meeting_of(self.program.mesh, self.program.name) as meeting:
             compiled = _compile(self, meeting)
-            meeting.settle(collective_summary(self.graphs[0]), {})
+            meeting.settle(self.graphs[0], {})
         return compiled
 
 
@@ -145,7 +144,7 @@ def compile_program(
         check(lowered)
     compiled = _compile(lowered, meeting)
     if not meeting.alone:
-        meeting.settle(collective_summary(lowered.graphs[0]), plain_hashes(program, leaves))
+        meeting.settle(lowered.graphs[0], plain_hashes(program, leaves))
     return compiled
 
 

@@ -14,7 +14,7 @@ from ptrainx.compile.trace import Argument, Output, Program, RankGraph
 from ptrainx.core.avals import DTYPE_NAMES, describe
 from ptrainx.mesh.partition_spec import axes_of
 
-__all__ = ["as_text", "node_line", "node_lines", "placed"]
+__all__ = ["as_text", "node_lines", "placed"]
 
 NOTE_COLUMN = 64
 """Where the note about a line's origin stands, if the line is not longer."""
@@ -80,7 +80,7 @@ class _Writer:
                 self._name_body(node)
                 yield from self.lines(loop_of(node).body.graph)
             elif node.op not in ("placeholder", "output"):
-                yield node, self.line(node)
+                yield node, f"{self.line(node)}  # {_note(node)}"
 
     def body(self, graph: Graph, indent: str) -> Iterator[str]:
         """The lines of a graph between its arguments and its results."""
@@ -132,11 +132,6 @@ class _Writer:
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(self._argument(v) for v in value)}]"
         return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def node_line(graph: RankGraph, node: Node) -> str:
-    """One node's line of `as_text`, with its note."""
-    return next(f"{line}  # {_note(n)}" for n, line in node_lines(graph) if n is node)
 
 
 def _called(path: str) -> str:

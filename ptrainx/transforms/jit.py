@@ -38,7 +38,7 @@ from ptrainx.transforms.successors import tell_misplaced_successors
 
 __all__ = ["BACKENDS", "JitFunction", "jit"]
 
-BACKENDS = ("graph", "eager")
+BACKENDS = ("graph", "inductor", "eager")
 
 
 def jit(
@@ -64,8 +64,9 @@ def jit(
         out_specs: a spec tree for the result; None leaves a value as propagated, with owed sums paid.
         donate_argnums: positional arguments whose memory the results may use; they can't be used afterwards.
         static_argnums: positional arguments that are hashable Python values and part of the program.
-        backend: "graph": one graph, generated Python over ATen. "eager": operator by operator on DTensors, for
-            debugging.
+        backend: "graph": one graph, generated Python over ATen. "inductor": the same graph, its regions between
+            collectives compiled by Inductor and kept in a cache folder; where there is no C++ compiler, "graph", with
+            a warning. "eager": operator by operator on DTensors, for debugging.
         max_implicit_bytes: refuse a program whose ranks send more than this for communication that nobody asked for.
 
     Returns:
@@ -142,7 +143,7 @@ class JitFunction:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The graph of a call with arguments like these (values, or `ShapeDtypeStruct`s), before any pass."""
-        return Traced(self._program(args, kwargs))
+        return Traced(self._program(args, kwargs), self.backend)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The graph after all passes; as `trace(...).lower()`."""
@@ -361,9 +362,9 @@ class JitFunction:
             if self.backend == "eager":
                 compiled: Any = EagerProgram(program)
                 if not meeting.alone:
-                    meeting.settle([], plain_hashes(program, leaves))
+                    meeting.settle(None, plain_hashes(program, leaves))
             else:
-                compiled = compile_program(program, leaves, meeting, self._check_implicit)
+                compiled = compile_program(program, leaves, meeting, self._check_implicit, self.backend)
                 donated = {self._called(i): args[i] for i in sorted(self.donate) if i < len(args)}
                 tell_misplaced_successors(self.name, donated, compiled.lowered)
         for old in [k for k in self._cache if k[3].epoch != mesh.epoch and not getattr(k[3], "simulated", False)]:
@@ -386,7 +387,7 @@ class JitFunction:
 
     def _check_inputs(self, compiled: Any, mesh: AbstractMesh, leaves: list[Any]) -> None:
         with meeting_of(mesh, self.name) as meeting:
-            meeting.settle([], plain_hashes(compiled.program, leaves))
+            meeting.settle(None, plain_hashes(compiled.program, leaves))
 
 
 def _aval(leaf: Any) -> Any:

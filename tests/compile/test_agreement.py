@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import Any
 
@@ -93,6 +94,40 @@ def recovers() -> list[Any]:
     lowered = step.lower(X, 2)
     assert_close(lowered.compile()(X, 2), X.sum() * 2)
     return [float(step(X, 1))]
+
+
+def a_step_that_differs_late() -> None:
+    """Both ranks pay the first sum; only rank 0 gathers before the second."""
+
+    def loss(params: dict, x: torch.Tensor) -> torch.Tensor:
+        x = px.reshard((x @ params["w"]).sum(0), P())
+        if rank() == 0:
+            x = px.reshard(px.reshard(x * 1, P("data")) * 2, P())
+        return px.reshard((x @ params["v"]).exp(), P()).sum()
+
+    params = {"w": X, "v": X * 2}
+    specs = ({"w": P(), "v": P("data")}, P("data"))
+    px.jit(px.grad(loss), mesh=px.make_mesh(data=2), in_specs=specs)(params, X)
+
+
+def test_the_first_difference_shows_the_lines_of_both_graphs(pool: Pool) -> None:
+    """What agrees last, where the graphs part, and each side's collective: operator, line, phase, layer, reason."""
+    first = a_step_that_differs_late.__code__.co_firstlineno
+    told = set()
+    for outcome in pool.run_outcomes(a_step_that_differs_late, 2):
+        assert type(outcome.error) is AgreementError, outcome.error
+        text = str(outcome.error)
+        told.add(text)
+        note = r"[^\n]*# \S*test_agreement.py"
+        assert re.search(
+            rf"collective 1: rank 0: v\d+: f32\[4\] = all_gather{note}:{first + 6} forward w, asked: reshard", text
+        )
+        assert re.search(rf"rank 1: v\d+: f32\[4\] = all_reduce{note}:{first + 7} forward v, ", text)
+        assert re.search(rf"the last that agrees: v\d+: f32\[4\] = all_reduce{note}:{first + 4} forward w, asked", text)
+        assert re.search(
+            rf"the graphs part at: rank 0: v\d+: f32\[\d+\] = (mul|slice|split){note}:{first + 6} forward w", text
+        )
+    assert len(told) == 1
 
 
 LINE = r"test_agreement.py:\d+"

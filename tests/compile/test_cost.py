@@ -77,7 +77,7 @@ def test_rows_name_phase_and_layer() -> None:
 
 
 def test_bytes_of_operators() -> None:
-    """Read and written: x of 64 floats and its double, a view that costs nothing, a broadcast operand that counts once."""
+    """Read and written: x of 64 floats and its double, a view (free), a broadcast operand (counted once)."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return (x * 2).view(8, 8) + torch.ones(1, 1).expand(8, 8)
