@@ -5,6 +5,7 @@ one graph. Start with `make_mesh`, `jit` and `value_and_grad`; the README has a 
 """
 
 from ptrainx import data, debug, errors, mesh, observe, ops, optim, random, runtime, testing, tree
+from ptrainx.core import remat_policies as checkpoint_policies
 from ptrainx.core.avals import ShapeDtypeStruct
 from ptrainx.core.tree import TrainState, register_dataclass
 from ptrainx.mesh import (
@@ -25,7 +26,7 @@ from ptrainx.mesh import (
 )
 from ptrainx.ops import accumulate_grads, scan
 from ptrainx.runtime import launch
-from ptrainx.transforms import eval_shape, from_module, grad, jit, reshard, value_and_grad
+from ptrainx.transforms import checkpoint_name, eval_shape, from_module, grad, jit, remat, reshard, value_and_grad
 
 __all__ = [
     "AbstractMesh",
@@ -36,6 +37,8 @@ __all__ = [
     "TrainState",
     "accumulate_grads",
     "block_until_ready",
+    "checkpoint_name",
+    "checkpoint_policies",
     "data",
     "debug",
     "device_get",
@@ -56,6 +59,7 @@ __all__ = [
     "optim",
     "random",
     "register_dataclass",
+    "remat",
     "reshard",
     "runtime",
     "scan",

@@ -30,7 +30,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe, is_array_like
 from ptrainx.core.errors import PtrainxError, SpecError, TraceError, TreeError
-from ptrainx.core.trace_context import Origin, TraceContext, called_by_library
+from ptrainx.core.trace_context import Origin, Remat, TraceContext, called_by_library
 from ptrainx.mesh.axes import join_axes, split_axes
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.partition_spec import PartitionSpec
@@ -110,6 +110,7 @@ class RankGraph:
         axis_of: group name -> mesh axis, for the collectives; of a group over several axes, `data*model`.
         shape: axis -> size; empty if nobody has said.
         flat: whether a group over several axes can be made: not where each axis has a backend of its own.
+        remats: the calls of `remat`ed functions, by number.
     """
 
     module: torch.fx.GraphModule
@@ -122,6 +123,7 @@ class RankGraph:
     axis_of: dict[str, str]
     shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
     flat: bool = True
+    remats: dict[int, Remat] = dataclasses.field(default_factory=dict)
 
     def group_over(self, groups: Sequence[str]) -> str:
         """The group over the axes of some groups together, major to minor."""
@@ -149,7 +151,7 @@ def trace_program(program: Program, rank: int) -> RankGraph:
     fake_mode = tc.FakeTensorMode()
     captures = Captures(fake_mode, view)
     axis_of: dict[str, str] = dict(zip(view._dim_group_names, program.mesh.axis_names))
-    trace.clean_body = functools.partial(_clean_body, rank=rank, fake_mode=fake_mode, axis_of=axis_of)
+    trace.clean_body = functools.partial(_clean_body, trace=trace, fake_mode=fake_mode, axis_of=axis_of)
     locals_in = [_fake_local(a, program, fake_mode) for a in program.arguments]
     specs_in = [_spec(a, program, view) for a in program.arguments]
     names = {tc.storage_id(t): f"argument {a.path}" for t, a in zip(locals_in, program.arguments)}
@@ -190,18 +192,19 @@ def trace_program(program: Program, rank: int) -> RankGraph:
         axis_of,
         program.mesh.shape,
         program.mesh.one_backend,
+        trace.remats,
     )
 
 
 def _clean_body(
-    module: torch.fx.GraphModule, *, rank: int, fake_mode: Any, axis_of: dict[str, str]
+    module: torch.fx.GraphModule, *, trace: TraceContext, fake_mode: Any, axis_of: dict[str, str]
 ) -> torch.fx.GraphModule:
     """A loop's body and its gradient as a graph that can be cut in two: no writes, nothing twice, nothing unread."""
     from ptrainx.compile.passes.pipeline import tidy
 
-    graph = RankGraph(module, rank, [], [], None, (), fake_mode, axis_of)
+    graph = RankGraph(module, trace.rank, [], [], None, (), fake_mode, axis_of, remats=trace.remats)
     with tc.no_dispatch_modes():
-        return tidy(graph).module
+        return tidy(graph, trace.origin.remat).module
 
 
 def _fake_local(argument: Argument, program: Program, fake_mode: Any) -> torch.Tensor:

@@ -21,8 +21,11 @@ import einops
 import optree
 import torch
 
+from ptrainx.core.remat_policies import Policy
+
 __all__ = [
     "Origin",
+    "Remat",
     "TraceContext",
     "called_by_library",
     "current_trace",
@@ -57,6 +60,7 @@ class Origin:
         layer: the path of the parameter that it serves, or the loop that it runs in.
         role: what a value is to the step: "parameter", "gradient", "activation", or "" if nobody has said.
         remat: the call of a `remat`ed function that it belongs to, counted from 1; 0 outside.
+        name: what `checkpoint_name` calls it.
         cut: the mesh axis along which a rank takes its own part here of a value that every rank holds; "" elsewhere.
         call: the call of a torch function that it belongs to, counted from 1: what the backward of an operation has in
             common with its forward.
@@ -69,8 +73,22 @@ class Origin:
     layer: str = ""
     role: str = ""
     remat: int = 0
+    name: str = ""
     cut: str = ""
     call: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """One call of a `remat`ed function.
+
+    Attributes:
+        policy: what of it is saved.
+        parent: the call that it is part of, 0 for none.
+    """
+
+    policy: Policy
+    parent: int
 
 
 _open_grads: contextvars.ContextVar[int] = contextvars.ContextVar("ptrainx_open_grads", default=0)
@@ -104,6 +122,7 @@ class TraceContext:
         origin: what the next node's origin will be.
         as_global: makes a global value of any leaf: a plain tensor, a number, a captured value.
         closures: the bodies of loops that are being traced, outermost first.
+        remats: the calls of `remat`ed functions so far, by number.
         clean_body: tidies the graph of a loop's body, without writes in it afterwards.
     """
 
@@ -112,6 +131,7 @@ class TraceContext:
         self.as_global: Callable[[Any], Any] = lambda value: value
         self.origin = Origin()
         self.closures: list[Any] = []
+        self.remats: dict[int, Remat] = {}
         self.clean_body: Callable[[Any], Any] = lambda module: module
         self._calls = 0
 
@@ -142,6 +162,14 @@ class TraceContext:
             yield
         finally:
             self.set_origin(before)
+
+    @contextlib.contextmanager
+    def rematerialized(self, policy: Policy) -> Iterator[None]:
+        """Inside, nodes belong to a new call of a `remat`ed function."""
+        call = len(self.remats) + 1
+        self.remats[call] = Remat(policy, self.origin.remat)
+        with self.marked(remat=call):
+            yield
 
     def set_origin(self, origin: Origin) -> None:
         """Gives the nodes to come this origin."""

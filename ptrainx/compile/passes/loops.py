@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ptrainx.compile.graph import Loop, is_loop, is_pure, loop_of, loops_of, output_node
+from ptrainx.compile.graph import Loop, copy_module, is_loop, is_pure, loop_of, loops_of, output_node
 from ptrainx.ops.loop import LoopForm
 
 __all__ = ["trim_loops"]
@@ -14,6 +14,7 @@ __all__ = ["trim_loops"]
 
 def trim_loops(graph: Graph) -> list[Loop]:
     """The loops of a graph, trimmed, from the last to the first, so that what one no longer reads is trimmed too."""
+    _part_bodies(graph)
     for node in reversed(list(graph.nodes)):
         if is_loop(node):
             if any(user.users for user in node.users) or not is_pure(node):
@@ -23,6 +24,24 @@ def trim_loops(graph: Graph) -> list[Loop]:
         elif node.op == "call_function" and not node.users and is_pure(node):
             graph.erase_node(node)
     return loops_of(graph)
+
+
+def _part_bodies(graph: Graph) -> None:
+    """Gives each loop a body of its own: one that is computed again has had that of the first."""
+    owner: Any = graph.owning_module
+    seen: set[str] = set()
+    for loop in loops_of(graph):
+        if loop.name in seen:
+            name = f"{loop.name}_{len(seen)}"
+            owner.add_submodule(name, copy_module(loop.body))
+            with graph.inserting_before(loop.node):
+                attribute = graph.get_attr(name)
+            first: Any = loop.node.args[0]
+            loop.node.args = (attribute, *loop.node.args[1:])
+            if not first.users:
+                graph.erase_node(first)
+            seen.add(name)
+        seen.add(loop.name)
 
 
 def _erase(graph: Graph, node: Node) -> None:

@@ -16,6 +16,7 @@ from ptrainx.compile.passes.identities import drop_identities
 from ptrainx.compile.passes.loops import trim_loops
 from ptrainx.compile.passes.narrow_random import narrow_random
 from ptrainx.compile.passes.one_pass import Pass
+from ptrainx.compile.passes.recompute import recompute
 from ptrainx.compile.passes.scatter import cancel_gathers, scatter_reductions
 from ptrainx.compile.passes.schedule import issue_early
 from ptrainx.compile.passes.shared_gathers import share_gathers
@@ -32,6 +33,7 @@ def _narrow_random(graph: RankGraph) -> RankGraph:
 
 PASSES: tuple[Pass, ...] = (
     Pass("functionalize", functionalize),
+    Pass("recompute", recompute),
     Pass("drop_identities", drop_identities),
     Pass("share_common", share_common),
     Pass("drop_dead", drop_dead),
@@ -52,9 +54,15 @@ BEFORE_LOOPS = Pass("defer_loop_sums", defer_loop_sums, exact=False)
 Watch = Callable[[Pass, str, RankGraph], None]
 
 
-def tidy(graph: RankGraph) -> RankGraph:
-    """The graph without writes, nothing twice in it and nothing unread: for a loop's body before it is cut in two."""
-    for one in (functionalize, drop_identities, share_common, drop_dead):
+def tidy(graph: RankGraph, remat: int = 0) -> RankGraph:
+    """The graph of a loop's body and its gradient, ready to be cut in two: no writes, nothing twice, nothing unread.
+
+    Args:
+        graph: as traced.
+        remat: the rematerialized call that the loop is part of, 0 for none.
+    """
+    graph = recompute(functionalize(graph), remat)
+    for one in (drop_identities, share_common, drop_dead):
         graph = one(graph)
     return graph
 
