@@ -1,20 +1,24 @@
-"""`px.testing`: is a step the same program on every mesh?"""
+"""`px.testing`: is a step the same program on every mesh, and does it send what it says?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from ptrainx.compile.channel import tapped
+from ptrainx.compile.counting import CountingGroup, Sent
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor
-from ptrainx.mesh.mesh import make_mesh
+from ptrainx.core.errors import MeshError
+from ptrainx.mesh.mesh import Mesh, make_mesh
 from ptrainx.mesh.spec_tree import SpecTree
 from ptrainx.mesh.transfer import device_get
 from ptrainx.transforms.jit import jit
 
-__all__ = ["assert_mesh_invariant"]
+__all__ = ["Sent", "assert_mesh_invariant", "count_bytes"]
 
 
 def assert_mesh_invariant(
@@ -61,3 +65,31 @@ def assert_mesh_invariant(
                     f"on {mesh} {px_tree.path_expr(path, 'result')} differs by up to {worst:.3g} from one device "
                     f"(rtol {rtol:g}, atol {atol:g})"
                 )
+
+
+@contextlib.contextmanager
+def count_bytes(mesh: Mesh) -> Iterator[Sent]:
+    """Counts what this rank sends in the steps that run inside, collective by collective.
+
+    Args:
+        mesh: of real devices.
+
+    Returns:
+        a context manager that gives `Sent`: `total_bytes`, and `calls` and `bytes_of` by (kind, axis), by the
+        convention of `step.comms()`: what a rank sends with ring algorithms. On gloo a reduce-scatter is counted as the
+        all-to-all as which it goes.
+
+    Raises:
+        MeshError: the mesh is simulated, where nothing is sent.
+
+    >>> mesh = make_mesh(data=1)
+    >>> with count_bytes(mesh) as sent:
+    ...     _ = jit(lambda x: x.sum(), mesh=mesh)(torch.ones(4))
+    >>> sent.total_bytes
+    0
+    """
+    if mesh.simulated:
+        raise MeshError(f"nothing is sent on {mesh}", fix="use step.comms(), or run with real ranks (ptrainx run -n 2)")
+    sent = Sent()
+    with tapped(mesh, lambda axis, group: CountingGroup(axis, group, sent)):
+        yield sent

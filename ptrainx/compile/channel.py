@@ -6,17 +6,20 @@ to torch's functional collectives: with gloo, several functional gathers in flig
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ptrainx.mesh.axes import split_axes
+from ptrainx.mesh.axes import join_axes, split_axes
 
-__all__ = ["Channel", "Channels", "FlatChannel", "Pending", "open_channels"]
+__all__ = ["Channel", "Channels", "FlatChannel", "Pending", "open_channels", "tapped"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
@@ -130,16 +133,21 @@ class FlatChannel(Channel):
         self.size = math.prod(mesh.shape[axis] for axis in axes)
 
     @functools.cached_property
-    def group(self) -> Any:
+    def own_group(self) -> Any:
+        """The group, as the mesh made it."""
         return self.mesh.group_over(self.axes)
 
     @functools.cached_property
+    def group(self) -> Any:
+        return _tapped(self.mesh, join_axes(self.axes), self.own_group)
+
+    @functools.cached_property
     def ranks(self) -> list[int]:  # type: ignore[override]
-        return dist.get_process_group_ranks(self.group)
+        return dist.get_process_group_ranks(self.own_group)
 
     @functools.cached_property
     def gloo(self) -> bool:  # type: ignore[override]
-        return "gloo" in dist.get_backend(self.group)
+        return "gloo" in dist.get_backend(self.own_group)
 
 
 class Channels(dict[str, Channel]):
@@ -151,10 +159,47 @@ class Channels(dict[str, Channel]):
         for axis in mesh.axis_names:
             group = mesh.group_over((axis,))
             self[axis] = Channel(group, dist.get_process_group_ranks(group))
+            self[axis].group = _tapped(mesh, axis, group)
 
     def __missing__(self, name: str) -> Channel:
         self[name] = FlatChannel(self.mesh, split_axes(name))
         return self[name]
+
+    def __setitem__(self, name: str, channel: Channel) -> None:
+        super().__setitem__(name, channel)
+        channels_of(self.mesh)[name].add(channel)
+
+
+def channels_of(mesh: Any) -> dict[str, weakref.WeakSet[Channel]]:
+    """Axis -> the channels that the compiled steps of a mesh have over it."""
+    return mesh.__dict__.setdefault("_channels", collections.defaultdict(weakref.WeakSet))
+
+
+@contextlib.contextmanager
+def tapped(mesh: Any, tap: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Inside, the steps of a mesh send through `tap(axis, group)` instead of each group."""
+    mesh.__dict__["_tap"] = tap
+    replaced = []
+    for axis, channels in channels_of(mesh).items():
+        for channel in channels:
+            if not isinstance(channel, FlatChannel) or "group" in channel.__dict__:
+                replaced.append((channel, channel.group))
+                channel.group = tap(axis, channel.group)
+    try:
+        yield
+    finally:
+        del mesh.__dict__["_tap"]
+        for channel, group in replaced:
+            channel.group = group
+        for channels in channels_of(mesh).values():
+            for channel in channels:
+                if hasattr(channel.__dict__.get("group"), "tapped"):
+                    channel.group = channel.group.tapped
+
+
+def _tapped(mesh: Any, axis: str, group: Any) -> Any:
+    tap = mesh.__dict__.get("_tap")
+    return group if tap is None else tap(axis, group)
 
 
 def open_channels(mesh: Any) -> Channels:
