@@ -156,7 +156,7 @@ def defer_loop_sums(graph: RankGraph) -> RankGraph:
             loop = loop_of(node)
             inner = RankGraph(loop.body, graph.rank, [], [], None, (), graph.fake_mode, graph.axis_of)
             inner.shape, inner.flat = graph.shape, graph.flat
-            defer_loop_sums(inner)
+            defer_loop_sums(merge_sums(inner))
             for i in range(loop.form.n_carry):
                 while _defer(graph, inner, loop_of(node), i):
                     pass
@@ -190,15 +190,24 @@ def _defer(graph: RankGraph, inner: RankGraph, loop: Loop, i: int) -> bool:
 
 def _pay_after(graph: RankGraph, loop: Loop, i: int, paid: _Paid) -> None:
     start: Any = loop.node.args[2 + i]
-    zeros = Emitter(graph, loop.node, paid.reduce)(aten.zeros_like.default, start)
-    args = list(loop.node.args)
-    args[2 + i] = zeros
-    loop.node.args = tuple(args)
-    for user in list(loop.node.users):
-        if user.target is operator.getitem and user.args[1] == i:
-            emit = Emitter(graph, user.next, paid.reduce)
-            whole = emit.collective(c10d.all_reduce.default, user, paid.reduce.args[1], paid.group)
-            final = emit(aten.add.Tensor, start, whole)
-            for reader in list(user.users):
-                if reader is not operand_of(whole):
-                    reader.replace_input_with(user, final)
+    if not _is_zero(start):
+        zeros = Emitter(graph, loop.node, paid.reduce)(aten.zeros_like.default, start)
+        loop.node.args = tuple(zeros if n == 2 + i else arg for n, arg in enumerate(loop.node.args))
+    results = [user for user in loop.node.users if user.target is operator.getitem]
+    for user in results:
+        loop.node.append(user)  # together, so that what is paid behind them can share a bucket
+    for user in [r for r in results if r.args[1] == i]:
+        emit = Emitter(graph, results[0].next, paid.reduce)
+        whole = emit.collective(c10d.all_reduce.default, user, paid.reduce.args[1], paid.group)
+        final = whole if _is_zero(start) else emit(aten.add.Tensor, start, whole)
+        for reader in list(user.users):
+            if reader is not operand_of(whole):
+                reader.replace_input_with(user, final)
+
+
+def _is_zero(node: Node) -> bool:
+    """Whether a value is nothing but zeros."""
+    name = schema_name(node)
+    return name in ("aten::zeros", "aten::zeros_like", "aten::new_zeros") or (
+        name in ("aten::full", "aten::full_like") and node.args[1] == 0
+    )
