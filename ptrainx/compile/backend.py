@@ -7,6 +7,7 @@ graphs themselves stay as they are, for reports.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -78,8 +79,9 @@ def prepare(
     return copies, Preparation(backend, kernels, report)
 
 
+@functools.cache
 def warn_no_compiler(problem: str) -> None:
-    """Says that the graph backend runs in Inductor's place; Python shows a warning from one place once."""
+    """Says, once a process, that the graph backend runs in Inductor's place."""
     warnings.warn(
         f'backend="inductor" runs as backend="graph": {problem}. Install one, for example g++ '
         "(apt install g++, or conda install gxx), or ask for the graph backend",

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ptrainx.compile.disk_cache import DiskCache, open_cache
 from ptrainx.compile.graph import loops_of
 from ptrainx.compile.regions import Region, canonical, cut, put_in_place, region_module
+from ptrainx.compile.stage_loops import stage_loop
 from ptrainx.compile.trace import RankGraph
 from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
@@ -156,7 +157,11 @@ def _compile_module(
     module: GraphModule, donated: set[int], fake_mode: Any, report: CompileReport, cache: DiskCache
 ) -> None:
     for loop in loops_of(module.graph):
-        _compile_module(loop.body, set(), fake_mode, report, cache)
+        # Where `lower` finds them.
+        staged = loop.node.meta["staged"] = stage_loop(loop.node)
+        for piece, owned in ((staged.ahead, ()), (staged.core, staged.owned), (staged.late, ())):
+            if piece is not None:
+                _compile_module(piece, set(owned), fake_mode, report, cache)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     # The last first: a region's outputs are inputs of later ones.
     for region in reversed(cut(module.graph, [n for i, n in enumerate(placeholders) if i in donated])):

@@ -1,0 +1,227 @@
+"""Compiled code on disk: found by the next process, safe against damage, other versions and writers at one time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ptrainx as px
+from ptrainx.compile import disk_cache, inductor
+from ptrainx.compile.disk_cache import CacheFolderWarning, DiskCache, open_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DiskCache:
+    return DiskCache(tmp_path / "cache")
+
+
+def test_what_is_written_is_read(cache: DiskCache) -> None:
+    assert cache.read("kind", "key") is None
+    cache.write("kind", "key", b"value")
+    cache.write("kind", "other", b"")
+    assert cache.read("kind", "key") == b"value"
+    assert cache.read("kind", "other") == b""
+    assert DiskCache(cache.folder).read("kind", "key") == b"value"
+    assert (cache.hits, cache.misses, cache.writes) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
+def test_a_damaged_entry_is_as_good_as_missing(cache: DiskCache, damage: str) -> None:
+    cache.write("kind", "key", b"value" * 100)
+    file = cache.folder / "kind" / "key"
+    data = file.read_bytes()
+    file.write_bytes(
+        {"cut": data[:-7], "flip": data[:-1] + bytes([data[-1] ^ 1]), "empty": b"", "other": b"value"}[damage]
+    )
+    assert cache.read("kind", "key") is None
+    cache.write("kind", "key", b"again")
+    assert cache.read("kind", "key") == b"again"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from ptrainx.compile.disk_cache import DiskCache
+cache, letter = DiskCache(Path(sys.argv[1])), sys.argv[2].encode()
+print("ready", flush=True)
+sys.stdin.readline()
+for n in range(400):
+    cache.write("kind", "key", letter * (1000 + n))
+    body = cache.read("kind", "key")
+    assert body is not None and len(set(body)) == 1 and len(body) >= 1000, body and body[:20]
+print("done", cache.writes)
+"""
+
+
+def test_two_processes_write_one_entry_at_a_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "cache")]
+    both = [
+        subprocess.Popen([*command, letter], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        for letter in "ab"
+    ]
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    outputs = []
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in both:
+        outputs.append(process.communicate(timeout=120)[0])
+    assert outputs == ["done 400\n"] * 2
+    assert [file.name for file in (tmp_path / "cache" / "kind").iterdir()] == ["key"], "no temporary file is left"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PTRAINX_CACHE_DIR", str(tmp_path / "a" / "b"))
+    cache = open_cache()
+    cache.write("kind", "key", b"")
+    assert cache.folder == tmp_path / "a" / "b"
+    assert {mode(cache.folder), mode(cache.folder / "kind")} == {0o700}
+
+
+@pytest.mark.parametrize("problem", ["writable", "file", "foreign"])
+def test_a_folder_that_others_may_write_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    folder = tmp_path / "cache"
+    if problem == "file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        os.chmod(folder, 0o777 if problem == "writable" else 0o700)
+    if problem == "foreign":
+        monkeypatch.setattr(disk_cache.os, "getuid", lambda: 12345)
+    monkeypatch.setenv("PTRAINX_CACHE_DIR", str(folder))
+    with pytest.warns(CacheFolderWarning, match="PTRAINX_CACHE_DIR"):
+        cache = open_cache()
+    monkeypatch.undo()
+    assert cache.folder != folder
+    assert mode(cache.folder) == 0o700
+    cache.write("kind", "key", b"value")
+    assert cache.read("kind", "key") == b"value"
+
+
+PROGRAM = """
+import json, sys, torch, ptrainx as px
+scale = float(sys.argv[1])
+step = px.jit(lambda x: ((x * scale + 2).tanh(), (x - scale).exp().sum(0)), mesh=px.make_mesh(data=1), backend="inductor")
+if len(sys.argv) > 2:
+    print("ready", flush=True)
+    sys.stdin.readline()
+x = torch.arange(12.0).view(3, 4) / 12
+a, b = px.device_get(step(x))
+torch.testing.assert_close(a, (x * scale + 2).tanh())
+torch.testing.assert_close(b, (x - scale).exp().sum(0))
+(compiled,) = step._cache.values()
+report = compiled.kernels().regions
+print(json.dumps([report.regions, report.compiled, report.from_disk, report.failed]))
+"""
+
+
+def start(folder: Path, scale: float, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error::UserWarning:ptrainx", "-c", PROGRAM, str(scale), *more],
+        env={**os.environ, "PTRAINX_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def result_of(process: subprocess.Popen[str]) -> list[int]:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which one process has compiled."""
+    folder = tmp_path_factory.mktemp("filled") / "cache"
+    regions, compiled, from_disk, failed = result_of(start(folder, 0.5))
+    assert regions == compiled == 1
+    assert from_disk == failed == 0
+    return folder
+
+
+def test_a_second_process_finds_what_the_first_has_compiled(filled: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in filled.rglob("*.so")}
+    assert result_of(start(filled, 0.5)) == [1, 0, 1, 0]
+    assert {file: file.stat().st_mtime_ns for file in filled.rglob("*.so")} == before
+
+
+def test_everything_lies_in_the_private_folder(filled: Path) -> None:
+    assert mode(filled) == 0o700
+    assert {path.name for path in filled.iterdir()} == {"inductor", "regions"}
+    assert list((filled / "inductor").rglob("*.so"))
+
+
+def test_two_processes_compile_one_program_at_a_time(filled: Path) -> None:
+    both = [start(filled, 0.75, "wait") for _ in range(2)]
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [result_of(process)[3] for process in both] == [0, 0]
+    assert result_of(start(filled, 0.75)) == [1, 0, 1, 0]
+
+
+@contextlib.contextmanager
+def counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A program compiled in this process, as if for the first time; gives its report."""
+    monkeypatch.setenv("PTRAINX_CACHE_DIR", str(folder))
+    known = dict(inductor._known)
+    inductor._known.clear()
+    step = px.jit(lambda x: ((x * 3.5).sin() + x).cos(), mesh=px.make_mesh(data=1), backend="inductor")
+    x = torch.arange(6.0)
+    torch.testing.assert_close(px.device_get(step(x)), ((x * 3.5).sin() + x).cos())
+    (compiled,) = step._cache.values()
+    yield [compiled.kernels().regions]
+    inductor._known.update(known)
+
+
+def compiled_now(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    with counted(folder, monkeypatch) as (report,):
+        return report.compiled, report.from_disk
+
+
+def test_another_version_of_the_code_or_of_torch_misses(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiled_now(filled, monkeypatch) == (1, 0)
+    assert compiled_now(filled, monkeypatch) == (0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(inductor, "code_version", lambda: "another")
+        assert compiled_now(filled, patch) == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9")
+        assert compiled_now(filled, patch) == (1, 0)
+    assert compiled_now(filled, monkeypatch) == (0, 1)
+
+
+def test_a_damaged_region_is_compiled_again(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_now(filled, monkeypatch)
+    for file in (filled / "regions").iterdir():
+        file.write_bytes(file.read_bytes()[:-3])
+    assert compiled_now(filled, monkeypatch) == (1, 0)
+    assert compiled_now(filled, monkeypatch) == (0, 1)
