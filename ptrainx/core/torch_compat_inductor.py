@@ -144,7 +144,7 @@ def processor_flags() -> str:
 
 def index_loader(value: Any) -> Callable[[int], Any]:
     """Reads element i of a one-dimensional value inside a pointwise kernel."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     load = value.make_loader()
     return lambda i: load([sympy.Integer(i)])

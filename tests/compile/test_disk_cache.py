@@ -122,7 +122,9 @@ def test_a_folder_that_others_may_write_is_not_used(
 PROGRAM = """
 import json, sys, torch, ptrainx as px
 scale = float(sys.argv[1])
-step = px.jit(lambda x: ((x * scale + 2).tanh(), (x - scale).exp().sum(0)), mesh=px.make_mesh(data=1), backend="inductor")
+def fn(x):
+    return (x * scale + 2).tanh(), (x - scale).exp().sum(0)
+step = px.jit(fn, mesh=px.make_mesh(data=1), backend="inductor")
 if len(sys.argv) > 2:
     print("ready", flush=True)
     sys.stdin.readline()

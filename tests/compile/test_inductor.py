@@ -1,4 +1,4 @@
-"""`backend="inductor"`: the results of the plain functions, in the memory that was donated, with the same random bits."""
+"""`backend="inductor"`: the plain functions' results, in the memory that was donated, with the same random bits."""
 
 from __future__ import annotations
 
