@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -170,8 +171,17 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_spec(device_mesh: Any, spec: PartitionSpec, mesh: AbstractMesh, like: Any) -> Any:
-    """The DTensorSpec of a contiguous global value with the shape and dtype of `like`."""
-    return tc.make_spec(device_mesh, placements_of(spec, mesh), like.shape, contiguous_strides(like.shape), like.dtype)
+    """The DTensorSpec of a contiguous global value with the shape and dtype of `like`.
+
+    Equal ones are one object as long as it is in use: a step is found by its arguments' specs, and comparing them field
+    by field costs more than all else that a call does with a leaf.
+    """
+    known = device_mesh.__dict__.setdefault("ptrainx_specs", weakref.WeakValueDictionary())
+    key = (placements_of(spec, mesh), tuple(like.shape), like.dtype)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = tc.make_spec(device_mesh, key[0], like.shape, contiguous_strides(like.shape), like.dtype)
+    return found
 
 
 def local_block(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], rank: int) -> tuple[slice, ...]:

@@ -102,7 +102,7 @@ def retire(leaves: Sequence[Any], names: Sequence[tuple[int, str]]) -> None:
     """
     for i, called in names:
         leaf = leaves[i]
-        if isinstance(leaf, DTensor):
+        if type(leaf) is DTensor or isinstance(leaf, DTensor):
             leaf.__class__ = DonatedDTensor
             leaf._local_tensor = None  # type: ignore[assignment]
         elif type(leaf) in (torch.Tensor, torch.nn.Parameter):

@@ -20,6 +20,7 @@ from ptrainx.compile.graph import copy_module
 from ptrainx.compile.memory import MemoryReport, report_memory
 from ptrainx.compile.passes import run_passes
 from ptrainx.compile.text import as_text
+from ptrainx.compile.timeline import Hardware, Timeline, predict_time
 from ptrainx.compile.trace import Program, RankGraph, trace_program
 from ptrainx.core import flags
 from ptrainx.core.avals import as_tensor
@@ -81,6 +82,10 @@ class Lowered:
     def memory(self, rank: int = 0) -> MemoryReport:
         """The predicted peak of live tensors, and who holds it."""
         return report_memory(self.program, self.graphs[rank])
+
+    def timeline(self, hardware: Hardware, rank: int = 0) -> Timeline:
+        """The time of a step by a cost model, with the overlap of this graph's order and without any."""
+        return predict_time(self.graphs[rank], self.program.mesh.shape, hardware)
 
     def compile(self) -> Compiled:
         """The program, ready to run.

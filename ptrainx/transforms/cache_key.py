@@ -28,6 +28,8 @@ _SCALARS: dict[type, Any] = {bool: ((), torch.bool), int: ((), torch.int64)}
 
 def leaf_key(leaf: Any) -> Any:
     """What of a leaf a compiled program depends on. Placed values: their spec; others: shape and dtype."""
+    if type(leaf) is DTensor:
+        return leaf._spec
     if isinstance(leaf, DTensor):
         if is_donated(leaf):
             refuse(leaf)

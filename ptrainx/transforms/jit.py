@@ -129,7 +129,7 @@ class JitFunction:
             return self._inline(args, kwargs)
         dynamic, named, static = self._partition(args, kwargs)
         leaves, treedef = px_tree.flatten((dynamic, named))
-        if any_differentiated(leaves) or any(tc.is_fake(leaf) for leaf in leaves):
+        if any_differentiated(leaves) or tc.FakeTensor in set(map(type, leaves)):
             return self._inside_another_transform(args, kwargs, leaves)
         key, mesh = self._key(leaves, treedef, static)
         compiled = self._cache.get(key)
