@@ -22,7 +22,7 @@ from ptrainx.compile.interpret import interpret
 from ptrainx.compile.lockstep import Lockstep
 from ptrainx.compile.lower import CollectiveCall
 from ptrainx.compile.passes.one_pass import Pass
-from ptrainx.compile.trace import Program, RankGraph
+from ptrainx.compile.program import Program, RankGraph
 from ptrainx.core.errors import PassError
 
 __all__ = ["BOUNDS", "History", "check_history"]
@@ -82,7 +82,7 @@ def check_history(program: Program, histories: Sequence[History], args: Sequence
             before = after
         if problem is not None:
             raise problem
-        meeting.settle([], {})
+        meeting.settle(None, {})
 
 
 def _run(program: Program, graphs: Sequence[RankGraph], args: Sequence[list[torch.Tensor]]) -> Results:

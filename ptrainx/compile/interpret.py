@@ -26,7 +26,7 @@ from ptrainx.compile.graph import (
 )
 from ptrainx.compile.lower import CollectiveCall
 from ptrainx.compile.passes.emit import operand_of
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 from ptrainx.ops.loop.operator import new_stack
 
 __all__ = ["interpret"]

@@ -10,12 +10,11 @@ The trace runs on a virtual view of the mesh, so that real, simulated and abstra
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ptrainx.compile.guards import Captures, GlobalValues
+from ptrainx.compile.program import Argument, Output, Program, RankGraph
 from ptrainx.compile.provenance import annotate, argument_label
 from ptrainx.compile.rules import LocalRules, guard_methods
 from ptrainx.compile.trace_view import remembered_propagation, trace_view
@@ -30,9 +30,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe, is_array_like
 from ptrainx.core.errors import PtrainxError, SpecError, TraceError, TreeError
-from ptrainx.core.trace_context import Origin, Remat, TraceContext, called_by_library
-from ptrainx.mesh.axes import join_axes, split_axes
-from ptrainx.mesh.mesh import AbstractMesh
+from ptrainx.core.trace_context import Origin, TraceContext, called_by_library
 from ptrainx.mesh.partition_spec import PartitionSpec
 from ptrainx.mesh.placement import check_spec, contiguous_strides, local_shape, spec_of_placements, trace_placements
 from ptrainx.mesh.spec_tree import spread
@@ -53,93 +51,6 @@ __all__ = [
 
 tracing_alone = threading.RLock()
 """Held while a step is traced, which changes how DTensor works for the whole process."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """A leaf of the arguments: its path, global shape, dtype, and spec; whether it arrives as a plain global value."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    spec: PartitionSpec
-    plain: bool
-    donated: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """A leaf of the result."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    spec: PartitionSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What is traced: `call(leaves)` runs the user's function on the dynamic leaves of its arguments.
-
-    `flatten(*args, **kwargs)` takes the arguments of a call to those leaves, if they are like the ones traced for.
-    `source` is the line that defines the function.
-    """
-
-    name: str
-    call: Callable[[list[Any]], Any]
-    arguments: tuple[Argument, ...]
-    out_specs: Any
-    mesh: AbstractMesh
-    device: torch.device
-    flatten: Callable[..., list[Any]]
-    source: str
-
-
-@dataclasses.dataclass
-class RankGraph:
-    """One rank's program.
-
-    Attributes:
-        module: the graph; placeholders are the arguments' local tensors, then the captured values'.
-        rank: whose it is.
-        captures: tensors that the function used without being given them.
-        capture_versions: torch's version counter of each plain capture, None for a placed one.
-        out_tree: the structure of the result.
-        outputs: its leaves, in the order of the graph's outputs.
-        fake_mode: the mode that the fake tensors in `node.meta["val"]` belong to.
-        axis_of: group name -> mesh axis, for the collectives; of a group over several axes, `data*model`.
-        shape: axis -> size; empty if nobody has said.
-        flat: whether a group over several axes can be made: not where each axis has a backend of its own.
-        remats: the calls of `remat`ed functions, by number.
-    """
-
-    module: torch.fx.GraphModule
-    rank: int
-    captures: list[torch.Tensor]
-    capture_versions: list[int | None]
-    out_tree: Any
-    outputs: tuple[Output, ...]
-    fake_mode: Any
-    axis_of: dict[str, str]
-    shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    flat: bool = True
-    remats: dict[int, Remat] = dataclasses.field(default_factory=dict)
-
-    def group_over(self, groups: Sequence[str]) -> str:
-        """The group over the axes of some groups together, major to minor."""
-        axes = {axis for group in groups for axis in split_axes(self.axis_of[group])}
-        key = join_axes(axis for axis in self.shape if axis in axes)
-        known = next((name for name, axis in self.axis_of.items() if axis == key), None)
-        name = known or "*".join(groups)
-        self.axis_of[name] = key
-        return name
-
-    def place_in(self, axis: str) -> tuple[int, int]:
-        """(this rank's place, number of members) along an axis; (-1, 0) if the mesh is not known."""
-        if axis not in self.shape:
-            return -1, 0
-        below = math.prod(list(self.shape.values())[list(self.shape).index(axis) + 1 :])
-        return self.rank // below % self.shape[axis], self.shape[axis]
 
 
 def trace_program(program: Program, rank: int) -> RankGraph:

@@ -21,6 +21,7 @@ BUILTIN_KIND = {
     "HyperparameterError": ValueError,
     "InputError": ValueError,
     "MeshError": ValueError,
+    "PassError": RuntimeError,
     "SpecError": ValueError,
     "TraceError": RuntimeError,
     "TreeError": TypeError,

@@ -34,8 +34,8 @@ from ptrainx.compile.passes.emit import (
     operand_of,
     value_of,
 )
+from ptrainx.compile.program import RankGraph
 from ptrainx.compile.provenance import merged_origin
-from ptrainx.compile.trace import RankGraph
 
 __all__ = ["BUCKET_BYTES", "GATHER_BUCKET_BYTES", "SMALL_BYTES", "bucket_collectives"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from ptrainx.compile.graph import is_pure, schema_name
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["share_common"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptrainx.compile.graph import is_pure
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["drop_dead"]
 

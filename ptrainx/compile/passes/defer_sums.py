@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ptrainx.compile.graph import Loop, axis_group, is_loop, loop_of, output_node, schema_name
 from ptrainx.compile.passes.emit import ALL_REDUCE, Emitter, collective_of, only_user, operand_of, same_layout
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["defer_loop_sums", "merge_sums"]
 
@@ -209,5 +209,5 @@ def _is_zero(node: Node) -> bool:
     """Whether a value is nothing but zeros."""
     name = schema_name(node)
     return name in ("aten::zeros", "aten::zeros_like", "aten::new_zeros") or (
-        name in ("aten::full", "aten::full_like") and node.args[1] == 0
+        name in ("aten::full", "aten::full_like") and not isinstance(node.args[1], Node) and not node.args[1]
     )

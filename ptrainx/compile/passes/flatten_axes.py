@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ptrainx.compile.graph import axis_group
 from ptrainx.compile.passes.emit import ALL_GATHER, ALL_REDUCE, Emitter, collective_of, only_user, same_layout
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 from ptrainx.mesh.axes import split_axes
 
 __all__ = ["flatten_axes"]

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ptrainx.compile.graph import IMPURE, alias_roots, schema_name, writes
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["functionalize"]
 

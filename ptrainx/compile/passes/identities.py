@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ptrainx.compile.graph import schema_name
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["drop_identities"]
 

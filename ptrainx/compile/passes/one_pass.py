@@ -1,11 +1,11 @@
-"""What a pass is to the pipeline, and the order of all of them."""
+"""What a pass is to the pipeline."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["Pass"]
 

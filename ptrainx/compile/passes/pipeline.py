@@ -20,9 +20,10 @@ from ptrainx.compile.passes.recompute import recompute
 from ptrainx.compile.passes.scatter import cancel_gathers, scatter_reductions
 from ptrainx.compile.passes.schedule import issue_early
 from ptrainx.compile.passes.shared_gathers import share_gathers
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
+from ptrainx.core.errors import InputError
 
-__all__ = ["PASSES", "run_passes", "tidy"]
+__all__ = ["PASSES", "register_pass", "run_passes", "tidy"]
 
 
 def _narrow_random(graph: RankGraph) -> RankGraph:
@@ -31,7 +32,7 @@ def _narrow_random(graph: RankGraph) -> RankGraph:
     return graph
 
 
-PASSES: tuple[Pass, ...] = (
+PASSES: list[Pass] = [
     Pass("functionalize", functionalize),
     Pass("recompute", recompute),
     Pass("drop_identities", drop_identities),
@@ -46,12 +47,33 @@ PASSES: tuple[Pass, ...] = (
     Pass("drop_dead", drop_dead),
     Pass("bucket_collectives", bucket_collectives, exact=False),
     Pass("issue_early", issue_early),
-)
-"""In the order in which they run, on the bodies of loops first. `defer_loop_sums` comes before all of them."""
+]
+"""In the order in which they run, on the bodies of loops first. A list: `register_pass` adds to it."""
 
 BEFORE_LOOPS = Pass("defer_loop_sums", defer_loop_sums, exact=False)
+"""Before the passes over the bodies, so that they see what it leaves in them."""
 
 Watch = Callable[[Pass, str, RankGraph], None]
+
+
+def register_pass(one: Pass, behind: str) -> Callable[[], None]:
+    """Adds a pass for the steps that are compiled from now on; all ranks have to.
+
+    Args:
+        one: the pass.
+        behind: the name of the pass that it follows, of one that comes twice the last.
+
+    Returns:
+        a function that takes it out again.
+
+    Raises:
+        InputError: no pass has that name.
+    """
+    names = [known.name for known in PASSES]
+    if behind not in names:
+        raise InputError(f"there is no pass {behind!r}", expected=f"one of {', '.join(dict.fromkeys(names))}")
+    PASSES.insert(len(names) - names[::-1].index(behind), one)
+    return lambda: PASSES.remove(one)
 
 
 def tidy(graph: RankGraph, remat: int = 0) -> RankGraph:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ptrainx.compile.graph import is_collective, is_pure, is_wait, origin_of, schema_name
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.trace_context import Remat
 

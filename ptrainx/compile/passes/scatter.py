@@ -30,7 +30,7 @@ from ptrainx.compile.passes.emit import (
     value_of,
     whole_part,
 )
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["cancel_gathers", "scatter_reductions"]
 

@@ -25,7 +25,7 @@ from ptrainx.compile.passes.emit import (
     only_user,
     operand_of,
 )
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["PREFETCH_BYTES", "PREFETCH_GATHERS", "SCATTER_BYTES", "issue_early"]
 

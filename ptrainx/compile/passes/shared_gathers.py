@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ptrainx.compile.graph import axis_group, schema_name
 from ptrainx.compile.passes.emit import ALL_GATHER, VIEWS, Emitter, collective_of, same_layout, value_of
-from ptrainx.compile.trace import RankGraph
+from ptrainx.compile.program import RankGraph
 
 __all__ = ["share_gathers"]
 
