@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tests.bench.model import STEPS_TO_LOSS
 from tests.bench.processes import ContenderFailed, Processes
-from tests.bench.roster import REFERENCE, ROSTER, Contender, missing
+from tests.bench.roster import GROUPS, REFERENCE, ROSTER, Contender, missing
 
 __all__ = ["MISMATCH", "Comparison", "Ratio", "Row", "compare", "losses_agree"]
 
@@ -68,8 +68,15 @@ class Comparison(NamedTuple):
     reference: tuple[float, float]
     rows: tuple[Row, ...]
 
+    def best(self, name: str) -> str:
+        """The fastest contender of a group of `roster.GROUPS` by its median; the name itself if it is no group's."""
+        timed = {row.name: row.ms for row in self.rows if row.ms is not None}
+        members = [member for member in GROUPS.get(name, (name,)) if member in timed]
+        return min(members, key=timed.__getitem__, default=name)
+
     def ratio(self, name: str, base: str) -> Ratio | None:
-        """How many times as long `name` took as `base`; None if one of them has no times."""
+        """How many times as long `name` took as `base`, contenders or groups; None if one of them has no times."""
+        name, base = self.best(name), self.best(base)
         rounds = {row.name: row.rounds for row in self.rows}
         pairs = [a / b for a, b in zip(rounds.get(name, ()), rounds.get(base, ()))]
         if not pairs:

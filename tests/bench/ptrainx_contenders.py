@@ -1,4 +1,4 @@
-"""The model through `px.jit`, written as a user would: a pure step, a mesh, a spec."""
+"""The model through `px.jit`, written as a user would: a pure step, a mesh, a spec; layers as a loop or as a scan."""
 
 from __future__ import annotations
 
@@ -10,36 +10,59 @@ import torch
 import ptrainx as px
 from ptrainx import P
 from tests.bench.model import SIZES, optimizer_settings
-from tests.bench.torch_model import loss_fn, torch_batch, torch_params
+from tests.bench.torch_model import block, embed, head, torch_batch, torch_params
 
-__all__ = ["ptrainx_eager", "ptrainx_step", "ptrainx_zero3", "trainer"]
+__all__ = [
+    "ptrainx_eager",
+    "ptrainx_inductor",
+    "ptrainx_scan_inductor",
+    "ptrainx_step",
+    "ptrainx_zero3",
+    "ptrainx_zero3_inductor",
+    "ptrainx_zero3_scan_inductor",
+    "trainer",
+]
 
 
 def trainer(
-    size: str, mesh: px.Mesh, weights: px.PartitionSpec, backend: str = "graph"
+    size: str, mesh: px.Mesh, sharded: bool, backend: str = "graph", scanned: bool = False, layers: int | None = None
 ) -> tuple[Callable[..., Any], px.TrainState, tuple[torch.Tensor, torch.Tensor]]:
     """The jitted step, its first state and the batch, placed on `mesh`.
 
     Args:
         size: of the model.
         mesh: has an axis "data".
-        weights: where parameters and optimizer state lie.
+        sharded: whether parameters and optimizer state are split over "data" (ZeRO-3) or held by every rank.
         backend: of `px.jit`.
+        scanned: layers as one `px.scan` over stacked parameters rather than as a Python loop.
+        layers: so many instead of the size's own number.
     """
     heads = SIZES[size].H
     optimizer = px.optim.adamw(**optimizer_settings(), weight_decay=0.0)
     params = torch_params(size)
+    if layers is not None:
+        params["blocks"] = (params["blocks"] * layers)[:layers]
+    if scanned:
+        params["blocks"] = px.tree.map(lambda *leaves: torch.stack(leaves), *params["blocks"])
     state = px.TrainState(step=0, params=params, opt_state=optimizer.init(params), key=px.random.key(0))
-    specs = px.tree.map(lambda leaf: weights if getattr(leaf, "ndim", 0) > 0 else P(), state)
+    specs = px.match_rules(_rules(sharded, scanned), state)
 
-    @px.jit(
-        mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=(specs, P()), donate_argnums=0, backend=backend
-    )
+    def loss_fn(params: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        outer = px.reshard({name: leaf for name, leaf in params.items() if name != "blocks"}, P())
+
+        def layer(x: torch.Tensor, weights: Any) -> tuple[torch.Tensor, None]:
+            return block(px.reshard(weights, P()), x, heads), None
+
+        x = embed(outer, tokens)
+        if scanned:
+            x, _ = px.scan(layer, x, params["blocks"])
+        else:
+            for weights in params["blocks"]:
+                x, _ = layer(x, weights)
+        return head(outer, x, targets)
+
     def step(state: px.TrainState, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[px.TrainState, torch.Tensor]:
-        def whole(params: Any) -> torch.Tensor:
-            return loss_fn(px.reshard(params, P()), tokens, targets, heads)
-
-        loss, grads = px.value_and_grad(whole)(state.params)
+        loss, grads = px.value_and_grad(loss_fn)(state.params, tokens, targets)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = px.optim.apply_updates(state.params, updates)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
@@ -49,8 +72,18 @@ def trainer(
     return jitted, px.device_put(state, specs, mesh), px.device_put(torch_batch(size), P("data"), mesh)
 
 
-def _on_two_ranks(size: str, weights: px.PartitionSpec, backend: str = "graph") -> Callable[[], torch.Tensor]:
-    step, state, data = trainer(size, px.make_mesh(data=2), weights, backend)
+def _rules(sharded: bool, scanned: bool) -> list[tuple[str, px.PartitionSpec]]:
+    everything = [(r".*", P())]
+    if not sharded:
+        return everything
+    stacked = [(r"blocks/", P(None, "data"))] if scanned else []
+    return [*stacked, (r"(^|/)(step|key|count)$", P()), (r"/", P("data")), *everything]
+
+
+def _on_two_ranks(
+    size: str, sharded: bool, backend: str = "graph", scanned: bool = False
+) -> Callable[[], torch.Tensor]:
+    step, state, data = trainer(size, px.make_mesh(data=2), sharded, backend, scanned)
     held = [state]
     del state
 
@@ -63,14 +96,34 @@ def _on_two_ranks(size: str, weights: px.PartitionSpec, backend: str = "graph") 
 
 def ptrainx_step(size: str, rank: int) -> Callable[[], torch.Tensor]:
     """Parameters on every rank: what DDP does."""
-    return _on_two_ranks(size, P())
+    return _on_two_ranks(size, sharded=False)
 
 
 def ptrainx_zero3(size: str, rank: int) -> Callable[[], torch.Tensor]:
     """Parameters and optimizer state sharded: what FSDP does."""
-    return _on_two_ranks(size, P("data"))
+    return _on_two_ranks(size, sharded=True)
 
 
 def ptrainx_eager(size: str, rank: int) -> Callable[[], torch.Tensor]:
     """The same step operator by operator on DTensors."""
-    return _on_two_ranks(size, P(), "eager")
+    return _on_two_ranks(size, sharded=False, backend="eager")
+
+
+def ptrainx_inductor(size: str, rank: int) -> Callable[[], torch.Tensor]:
+    """Parameters on every rank, compiled."""
+    return _on_two_ranks(size, sharded=False, backend="inductor")
+
+
+def ptrainx_zero3_inductor(size: str, rank: int) -> Callable[[], torch.Tensor]:
+    """Parameters and optimizer state sharded, compiled."""
+    return _on_two_ranks(size, sharded=True, backend="inductor")
+
+
+def ptrainx_scan_inductor(size: str, rank: int) -> Callable[[], torch.Tensor]:
+    """Parameters on every rank, layers as a scan, compiled."""
+    return _on_two_ranks(size, sharded=False, backend="inductor", scanned=True)
+
+
+def ptrainx_zero3_scan_inductor(size: str, rank: int) -> Callable[[], torch.Tensor]:
+    """Parameters and optimizer state sharded, layers as a scan, compiled."""
+    return _on_two_ranks(size, sharded=True, backend="inductor", scanned=True)

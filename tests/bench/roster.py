@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 from typing import NamedTuple
 
-__all__ = ["DEFAULT", "REFERENCE", "ROSTER", "Contender", "missing"]
+__all__ = ["DEFAULT", "GROUPS", "REFERENCE", "ROSTER", "Contender", "missing"]
 
 
 class Contender(NamedTuple):
@@ -39,17 +39,57 @@ ROSTER = {
     c.name: c
     for c in (
         Contender("compute", "PyTorch, a rank's rows, no communication", f"{TORCH}:compute_alone", same_losses=False),
+        Contender(
+            "compute-compiled",
+            "the same under torch.compile",
+            f"{TORCH}:compute_compiled",
+            needs=("compiler",),
+            same_losses=False,
+        ),
         Contender("ddp", "DistributedDataParallel", f"{TORCH}:ddp"),
         Contender("ddp-compiled", "the same under torch.compile", f"{TORCH}:ddp_compiled", needs=("compiler",)),
         Contender("fsdp2", "fully_shard, a unit a layer", f"{TORCH}:fsdp2"),
         Contender("fsdp2-compiled", "the same under torch.compile", f"{TORCH}:fsdp2_compiled", needs=("compiler",)),
+        Contender("fsdp2-fast", "fully_shard with a faster reduce-scatter", f"{TORCH}:fsdp2_fast"),
+        Contender(
+            "fsdp2-fast-compiled", "the same under torch.compile", f"{TORCH}:fsdp2_fast_compiled", needs=("compiler",)
+        ),
         Contender("dtensor", "eager DTensors, parameters replicated", f"{TORCH}:dtensor"),
         Contender("jax", "jit on two host devices, replicated", f"{JAX}:jax_replicated", "jax", JAX_NEEDS),
         Contender("jax-sharded", "the same, parameters sharded", f"{JAX}:jax_sharded", "jax", JAX_NEEDS),
         Contender("ptrainx", "px.jit, parameters replicated", f"{OURS}:ptrainx_step"),
         Contender("ptrainx-zero3", "px.jit, parameters sharded", f"{OURS}:ptrainx_zero3"),
+        Contender("ptrainx-inductor", "the same, compiled", f"{OURS}:ptrainx_inductor", needs=("compiler",)),
+        Contender(
+            "ptrainx-zero3-inductor",
+            "parameters sharded, compiled",
+            f"{OURS}:ptrainx_zero3_inductor",
+            needs=("compiler",),
+        ),
+        Contender(
+            "ptrainx-scan-inductor",
+            "layers as a scan, compiled",
+            f"{OURS}:ptrainx_scan_inductor",
+            needs=("compiler",),
+        ),
+        Contender(
+            "ptrainx-zero3-scan-inductor",
+            "parameters sharded, layers as a scan, compiled",
+            f"{OURS}:ptrainx_zero3_scan_inductor",
+            needs=("compiler",),
+        ),
         Contender("ptrainx-eager", "px.jit, backend eager", f"{OURS}:ptrainx_eager"),
     )
+}
+
+# What goals are told of: the best of several.
+GROUPS = {
+    "replicated": ("ptrainx-inductor", "ptrainx-scan-inductor"),
+    "sharded": ("ptrainx-zero3-inductor", "ptrainx-zero3-scan-inductor"),
+    "best DDP": ("ddp", "ddp-compiled"),
+    "best FSDP2": ("fsdp2", "fsdp2-compiled"),
+    "JAX replicated": ("jax",),
+    "JAX sharded": ("jax-sharded",),
 }
 
 # The eager backend is for debugging; it runs when asked for.

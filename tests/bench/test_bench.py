@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import ptrainx as px
-from ptrainx import P
 from tests.bench import __main__ as command
 from tests.bench.compare import MISMATCH, Comparison, Ratio, Row, compare, losses_agree
 from tests.bench.model import STEPS_TO_LOSS
@@ -26,7 +25,7 @@ def test_the_small_model_gives_the_losses_that_every_framework_gives() -> None:
     # What DistributedDataParallel, FSDP2 and JAX all come to from these initial values.
     first, last = 6.98799, 1.66825
     mesh = px.make_mesh(data=2, simulate=True)
-    step, state, data = trainer("small", mesh, P())
+    step, state, data = trainer("small", mesh, sharded=False)
     losses = []
     for _ in range(STEPS_TO_LOSS):
         state, loss = step(state, *data)
@@ -51,8 +50,8 @@ def test_a_minimal_run_agrees_in_losses_and_writes_json(tmp_path: Path, capsys: 
         assert row["losses"] == pytest.approx(tiny["reference_losses"], rel=1e-4)
         assert len(row["rounds_ms"]) == 2
         assert all(math.isfinite(ms) and ms > 0 for ms in (*row["rounds_ms"], row["step_ms"], row["cpu_ms"]))
-        assert row["x_dtensor"] is None  # was not asked for
-    assert tiny["contenders"][0]["x_ddp"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+        assert row["x_best FSDP2"] is None  # was not asked for
+    assert tiny["contenders"][0]["x_best DDP"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert {"cpu", "cores", "torch"} <= found["machine"].keys()
     assert "ptrainx" in capsys.readouterr().out
 
@@ -82,9 +81,16 @@ def test_a_ratio_is_paired_by_round() -> None:
 
 
 def test_goals_are_told_for_the_sizes_that_ran() -> None:
-    rows = (Row("ddp", "ok", RIGHT, 1.0, (1.0,)), Row("ptrainx", "ok", RIGHT, 1.0, (1.3,)))
-    (goal,) = goals([Comparison("small", RIGHT, rows), Comparison("wide", RIGHT, rows)])
-    assert (goal["size"], goal["base"], goal["median"], goal["met"]) == ("small", "ddp", 1.3, True)
+    rows = (
+        Row("ddp", "ok", RIGHT, 1.0, (2.0,)),
+        Row("ddp-compiled", "ok", RIGHT, 1.0, (1.0,)),
+        Row("ptrainx-inductor", "ok", RIGHT, 1.0, (0.7,)),
+        Row("ptrainx-scan-inductor", "ok", RIGHT, 1.0, (0.9,)),
+    )
+    found = goals([Comparison("small", RIGHT, rows), Comparison("deep", RIGHT, rows[:1])])
+    (goal,) = found
+    assert (goal["size"], goal["contender"], goal["base"]) == ("small", "replicated", "best DDP")
+    assert (goal["ran"], goal["median"], goal["met"]) == (["ptrainx-inductor", "ddp-compiled"], 0.7, True)
 
 
 class Canned:
@@ -166,7 +172,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "says"),
     [
         (["--sizes", "huge"], "unknown: huge; known: tiny, small, wide, deep"),
-        (["--contenders", "ddp,horovod"], "unknown: horovod; known: compute, ddp"),
+        (["--contenders", "ddp,horovod"], "unknown: horovod; known: compute, compute-compiled, ddp"),
         (["--rounds", "0"], "'0' is no number of at least 1"),
     ],
 )

@@ -7,6 +7,7 @@ A rank has one core and one thread; the JAX process has both cores, for its two 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -64,11 +65,61 @@ class Runner:
         gc.enable()
         return times, used / steps
 
+    def resident(self, name: str, steps: int) -> float:
+        """MiB that a contender which has been built has resident at most, and its processes without it do not.
+
+        What stays once its state is gone is no part of it: everything imported and compiled.
+        """
+        step = self.steps[name]
+        _reset_peak()
+        for _ in range(steps):
+            step()
+        peak = _status("VmHWM")
+        del step
+        self.drop(name)
+        _trim()
+        return peak - _status("VmRSS")
+
+    def live(self, name: str, where: str, size: str, steps: int) -> float:
+        """MiB of tensors alive at once at most in a step of a contender, from all allocations since its build began."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            self.build(name, where, size, steps)
+            begin = time.time_ns()
+            self.steps[name]()
+        self.drop(name)
+        total = most = 0
+        for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                total += event.nbytes()
+                most = max(most, total) if event.start_ns() >= begin else total
+        return most / 2**20
+
     def drop(self, *names: str) -> None:
         """Forgets contenders; all, without names."""
         for name in names or list(self.steps):
             self.steps.pop(name, None)
         gc.collect()
+
+
+def _status(field: str) -> float:
+    """A line of this process's status, MiB."""
+    with open("/proc/self/status") as status:
+        return next(float(line.split()[1]) for line in status if line.startswith(field)) / 1024
+
+
+def _reset_peak() -> None:
+    """Lets the peak of resident memory begin anew."""
+    _trim()
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")
+
+
+def _trim() -> None:
+    """Gives the memory that nobody holds back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _serve(runner: Runner, pipe: Connection) -> None:
@@ -94,6 +145,7 @@ def serve_rank(pipe: Connection, rank: int, cores: tuple[int, ...], port: int) -
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
+        KINETO_LOG_LEVEL="99",
     )
     import torch
     import torch.distributed as dist
