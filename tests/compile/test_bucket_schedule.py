@@ -168,6 +168,29 @@ def bucketed_by_layer() -> RankGraph:
         bucket.GATHER_BUCKET_BYTES = before
 
 
+def test_parameters_that_are_cast_at_once_are_gathered_one_by_one() -> None:
+    """The whole tree is gathered and cast on the first lines; the window holds all the same."""
+
+    def half(params: Any, x: torch.Tensor) -> torch.Tensor:
+        params = px.tree.map(lambda p: p.double(), px.reshard(params, P()))
+        x = x.double()
+        for p in params:
+            x = torch.tanh(x @ p["w"] + p["b"])
+        return x.square().mean()
+
+    step = px.jit(half, mesh=px.make_mesh(data=2, simulate=True), in_specs=(P("data"), P("data")))
+    graph = drop_dead(share_common(drop_identities(step.trace(PARAMS, BATCH).graphs[0])))
+    assert under_way(issue_early(graph, window=3), ALL_GATHER, bytes_of)[0] == 3
+    nodes = list(graph.module.graph.nodes)
+    waits = [i for i, n in enumerate(nodes) if is_wait(n) and schema_name(n.args[0]) == ALL_GATHER]
+    products = [i for i, n in enumerate(nodes) if schema_name(n) == "aten::mm"]
+    assert waits[-1] > products[-2]
+    want = BATCH.double()
+    for p in PARAMS:
+        want = torch.tanh(want @ p["w"].double() + p["b"].double())
+    assert_close(step(PARAMS, BATCH), want.square().mean())
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_scatters_hold_no_more_than_a_limit(layers: int) -> None:
     graph = issue_early(tidied(), scattered_bytes=layers * LAYER)

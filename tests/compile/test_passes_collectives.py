@@ -11,6 +11,7 @@ import ptrainx as px
 from ptrainx import P
 from ptrainx.compile.graph import is_collective, is_wait, schema_name
 from ptrainx.compile.passes.common import share_common
+from ptrainx.compile.passes.flatten_axes import flatten_axes
 from ptrainx.compile.passes.shared_gathers import share_gathers
 from tests.compile.programs import assert_close, values
 
@@ -158,6 +159,16 @@ def test_before_there_is_more() -> None:
         after = sum(count for *_, count in row.sent)
         same = name in kept or name.startswith(("own", "part"))  # these change in kind, not in number
         assert len(kinds) == after if same else len(kinds) > after, name
+
+
+@pytest.mark.parametrize(("flat", "count"), [(True, 2), (False, 4)])
+def test_axes_with_backends_of_their_own_stay_apart(flat: bool, count: int) -> None:
+    row = TABLE["sums over two axes"]
+    step = px.jit(row.fn, mesh=px.make_mesh(row.axes, simulate=True), in_specs=row.in_specs)
+    graph = step.trace(*row.args).graphs[0]
+    graph.flat = flat
+    after = flatten_axes(graph)
+    assert sum(is_collective(n) for n in after.module.graph.nodes) == count
 
 
 # --- marks of a remat ------------------------------------------------------------------------------------------------

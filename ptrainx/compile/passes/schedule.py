@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ptrainx.compile.graph import is_collective, is_pure, is_wait, schema_name
+from ptrainx.compile.graph import is_collective, is_wait, schema_name
 from ptrainx.compile.passes.emit import (
     ALL_GATHER,
     REDUCE_SCATTER,
@@ -25,6 +25,7 @@ from ptrainx.compile.passes.emit import (
     only_user,
     operand_of,
 )
+from ptrainx.compile.passes.sink import is_light, sink_waits
 from ptrainx.compile.program import RankGraph
 
 __all__ = ["PREFETCH_BYTES", "PREFETCH_GATHERS", "SCATTER_BYTES", "issue_early"]
@@ -49,7 +50,7 @@ def issue_early(
         scattered_bytes: what reduce-scatters hold at most, but for one; `SCATTER_BYTES` if None.
     """
     _start_reductions(graph)
-    _sink_waits(graph)
+    sink_waits(graph)
     _start_gathers(
         graph,
         PREFETCH_GATHERS if window is None else window,
@@ -78,14 +79,6 @@ def _between(last: Node, node: Node) -> bool:
             return True
         current = current.next
     return False
-
-
-def _sink_waits(graph: RankGraph) -> None:
-    order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
-    for node in reversed(list(graph.module.graph.nodes)):
-        if is_wait(node) and node.users:
-            first = min(node.users, key=order.__getitem__)
-            first.prepend(node)
 
 
 def _start_gathers(graph: RankGraph, window: int, limit: int) -> None:
@@ -120,31 +113,12 @@ def _own_chain(gather: Node, position: dict[Node, int]) -> tuple[list[Node], Nod
         stack = [n for n in stack if n is not node]
         if node.op == "placeholder":
             continue
-        if _is_light(node) and all(user in own for user in node.users):
+        if (node.op == "get_attr" or is_light(node)) and all(user in own for user in node.users):
             own.add(node)
             stack.extend(node.all_input_nodes)
         elif ready is None or position[node] > position[ready]:
             ready = node
     return sorted(own - {gather}, key=position.__getitem__), ready
-
-
-_LIGHT = {
-    "aten::_to_copy",
-    "aten::_unsafe_view",
-    "aten::cat",
-    "aten::clone",
-    "aten::permute",
-    "aten::reshape",
-    "aten::t",
-    "aten::transpose",
-    "aten::unsqueeze",
-    "aten::view",
-}
-
-
-def _is_light(node: Node) -> bool:
-    """Whether an operator can be computed later than it was written without holding more memory than its result."""
-    return node.op == "get_attr" or (schema_name(node) in _LIGHT and is_pure(node))
 
 
 def _end_scatters(graph: RankGraph, limit: int) -> None:
