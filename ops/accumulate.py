@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,8 @@ def accumulate_grads(
             grads = grad_fn.pay(grads, args)
         return grad_fn.package(value, aux, grads)
 
+    # So that the lines of reports are those of the differentiated function.
+    functools.update_wrapper(accumulated, grad_fn, updated=())
     return accumulated
 
 
