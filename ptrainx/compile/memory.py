@@ -122,10 +122,15 @@ class _Buffer:
 
 @dataclasses.dataclass
 class _Pending:
-    """A collective under way: what becomes its result, and what it keeps besides."""
+    """A collective under way: what becomes its result, and what it keeps besides.
+
+    Attributes:
+        parts: of how many parts the result is added up, in memory of its own, when it is waited for; 0 if it is not.
+    """
 
     result: _Buffer
     held: list[_Buffer]
+    parts: int = 0
 
 
 Value = Any
@@ -145,7 +150,7 @@ class _Run:
         self.program, self.graph, self.look_at = program, graph, look_at
         self.sizes: Mapping[str, int] = program.mesh.shape
         self.gloo = program.device.type == "cpu"
-        self.live: set[_Buffer] = set()
+        self.live: dict[_Buffer, None] = {}  # in order: who is first is told first
         self.now = self.peak = self.argument_bytes = self.events = 0
         self.peak_event = 0
         self.peak_at = (program.source, "forward")
@@ -175,7 +180,7 @@ class _Run:
         origin = origin_of(node)
         name = what or schema_name(node).split("::")[-1] or str(node.target)
         buffer = _Buffer(size, Holder(size, name, origin.source, origin.phase, origin.layer, origin.role))
-        self.live.add(buffer)
+        self.live[buffer] = None
         self.now += size
         self.events += 1
         if self.now > self.peak:
@@ -193,7 +198,7 @@ class _Run:
         for buffer in _buffers(value):
             buffer.refs -= 1
             if buffer.refs == 0:
-                self.live.discard(buffer)
+                del self.live[buffer]
                 self.now -= buffer.bytes
 
     def passing(self, node: Node, size: int) -> None:
@@ -301,27 +306,26 @@ class _Frame:
             if self._members(node) > 1:
                 self.run.passing(node, 2 * size)
             return self._of(node, node.meta["val"])
+        members = self._members(node)
+        scattered = kind == "reduce_scatter_tensor" and self.run.gloo
+        averaged = kind == "all_reduce" and node.args[1] == "avg"
+        parts = members if members > 1 and (scattered or averaged) else 0
         if kind == "all_reduce" and self._is_temporary(operand):
-            return _Pending(given, [])
-        made = size if kind in ("all_reduce", "broadcast", "reduce_scatter_tensor") else _bytes(node.meta["val"])
-        if kind == "reduce_scatter_tensor" and not self.run.gloo and self._members(node) > 1:
-            made = _bytes(node.meta["val"])
-        holds = kind not in ("all_reduce", "broadcast") and self._members(node) > 1
-        return _Pending(self.run._allocate(node, made), [given] if holds else [])
+            return _Pending(given, [], parts)
+        whole = kind in ("all_reduce", "broadcast") or (scattered and members > 1)
+        made = self.run._allocate(node, size if whole else _bytes(node.meta["val"]))
+        holds = kind not in ("all_reduce", "broadcast") and members > 1
+        return _Pending(made, [given] if holds else [], parts)
 
     def _wait(self, node: Node) -> Value:
-        source: Any = node.args[0]
-        pending, kind = self.values[source], schema_name(source).split("::")[-1]
+        pending = self.values[node.args[0]]  # type: ignore[index]
         if not isinstance(pending, _Pending):
             return pending
-        members = self._members(source)
-        scattered = kind == "reduce_scatter_tensor" and self.run.gloo
-        averaged = kind == "all_reduce" and source.args[1] == "avg"
-        if members > 1 and (scattered or averaged):
+        if pending.parts:
             size = _bytes(node.meta["val"])
-            if scattered and members > 2:
+            if pending.parts > 2 and pending.held:
                 self.run.passing(node, 2 * size)
-            made = self.buffers[self.roots[node]] = self.run._allocate(source, size)
+            made = self.buffers[self.roots[node]] = self.run._allocate(node, size, pending.result.holder.what)
             return made
         self.buffers[self.roots[node]] = pending.result
         return pending.result

@@ -209,11 +209,16 @@ class _Sweep:
         }
         name = f"scan@{origin_of(node).source}"
         inside = _Sweep(loop.body.graph, self.layer_of_call, f"{self.loop}/{name}" if self.loop else name)
-        inside.label_operands([(self.layer.get(n, ""), self.role.get(n, "")) for n in operands])
+        inside.label_operands([self._outside(n, i < loop.form.n_carry) for i, n in enumerate(operands)])
         inside.run(gradients)
         self._set(node, inside.loop, "")
         results: Iterable[Node] = output_node(loop.body.graph).args[0]  # type: ignore[assignment]
         self.parts[node] = [(inside.layer.get(n, "") or inside.loop, inside.role.get(n, "")) for n in results]
+
+    def _outside(self, node: Node, carried: bool) -> tuple[str, str]:
+        """The layer and role of a loop's operand; a carry comes from outside in the first step only."""
+        role = self.role.get(node, "")
+        return ("" if carried and role != "parameter" else self.layer.get(node, "")), role
 
 
 def _carried(node: Node) -> Node | None:
@@ -249,7 +254,7 @@ def merged_origin(origins: Sequence[Origin], **changes: object) -> Origin:
         **changes: fields of the result that are known better.
     """
     kinds = Counter((o.phase, o.source) for o in origins)
-    first = max(origins, key=lambda o: kinds[o.phase, o.source])
+    first = max(origins, key=lambda o: (kinds[o.phase, o.source], o.role == "gradient"))
 
     made = dataclasses.replace(
         first,

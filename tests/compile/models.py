@@ -6,6 +6,7 @@ Letters: B batch, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import ptrainx as px
 from ptrainx import P
 from tests.compile.programs import values
 
-__all__ = ["Model", "convnet", "gpt", "mlp", "train"]
+__all__ = ["Model", "convnet", "gpt", "mlp", "scanned", "train"]
 
 
 class Model(NamedTuple):
@@ -96,6 +97,27 @@ def convnet(channels: int = 8, size: int = 8, B: int = 4) -> Model:
     return Model(loss, params, (values(B, 3, size, size), torch.arange(B) % 4))
 
 
+def scanned(layers: int = 3, D: int = 16, B: int = 8) -> Model:
+    """Layers of two products as one loop; squared error. Weights are stacked, and gathered layer by layer."""
+
+    def body(x_BD: torch.Tensor, layer: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+        layer = px.reshard(layer, P())
+        hidden = F.gelu(F.rms_norm(x_BD, (D,), layer["norm"]) @ layer["up"])
+        return x_BD + hidden @ layer["down"], None
+
+    def loss(params: Any, x_BD: torch.Tensor, y_BD: torch.Tensor) -> torch.Tensor:
+        out_BD, _ = px.ops.scan(body, x_BD @ params["first"], params["blocks"])
+        return (out_BD - y_BD).square().mean()
+
+    blocks = {
+        "norm": torch.ones(layers, D),
+        "up": values(layers, D, 4 * D) * 0.2,
+        "down": values(layers, 4 * D, D, seed=1) * 0.2,
+    }
+    params = {"first": values(D, D, seed=2) * 0.2, "blocks": blocks}
+    return Model(loss, params, (values(B, D), values(B, D, seed=3)))
+
+
 def train(
     model: Model, mesh: Any, weights: px.PartitionSpec | None = None, **options: Any
 ) -> tuple[Any, px.TrainState, tuple[torch.Tensor, ...]]:
@@ -109,12 +131,21 @@ def train(
     """
     optimizer = px.optim.adamw(1e-2)
     state = px.TrainState(step=0, params=model.params, opt_state=optimizer.init(model.params))
-    place = P() if weights is None else weights
-    specs = px.tree.map(lambda leaf: place if getattr(leaf, "ndim", 0) > 0 else P(), state)
+
+    def place(path: tuple, leaf: Any) -> px.PartitionSpec:
+        if weights is None or not getattr(leaf, "ndim", 0):
+            return P()
+        return P(None, *weights.entries) if _stacked(px.tree.path_str(path)) else weights
+
+    specs = px.tree.map_with_path(place, state)
 
     def step(state: px.TrainState, *batch: torch.Tensor) -> tuple[px.TrainState, torch.Tensor]:
         def whole(params: Any) -> torch.Tensor:
-            return model.loss(px.reshard(params, P()) if weights is not None else params, *batch)
+            # Those of a loop are gathered in it.
+            gathered = px.tree.map_with_path(
+                lambda path, leaf: leaf if _stacked(px.tree.path_str(path)) else px.reshard(leaf, P()), params
+            )
+            return model.loss(gathered if weights is not None else params, *batch)
 
         loss, grads = px.value_and_grad(whole)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -124,3 +155,8 @@ def train(
     in_specs = (specs, *[P("data")] * len(model.batch))
     jitted = px.jit(step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()), donate_argnums=0, **options)
     return jitted, state, model.batch
+
+
+def _stacked(path: str) -> bool:
+    """Whether a parameter is a stack of one a layer: `blocks/up`, not `blocks/3/up`."""
+    return re.search(r"blocks/[^/0-9]+$", path) is not None

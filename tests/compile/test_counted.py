@@ -12,11 +12,11 @@ import ptrainx as px
 from ptrainx import P
 from ptrainx.compile.comms import CommReport
 from ptrainx.errors import MeshError
-from tests.compile.models import convnet, gpt, mlp, train
+from tests.compile.models import convnet, gpt, mlp, scanned, train
 from tests.compile.programs import MLP, MLP_SPECS, X, sgd
 from tests.support.pool import Pool
 
-MODELS = {"GPT": gpt, "MLP": mlp, "convnet": convnet}
+MODELS = {"GPT": gpt, "MLP": mlp, "convnet": convnet, "loop": scanned}
 
 
 def predicted(report: CommReport) -> tuple[Counter, Counter]:

@@ -10,13 +10,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import ptrainx as px
 from ptrainx import P
-from tests.compile.models import Model, convnet, gpt, mlp, train
+from tests.compile.models import Model, convnet, gpt, mlp, scanned, train
 from tests.support.pool import Pool
 
 MODELS = {
     "GPT": lambda: gpt(layers=4, D=64, T=64, B=8, V=256, heads=4),
     "MLP": lambda: mlp((256, 512, 512, 128), B=256),
     "convnet": lambda: convnet(channels=32, size=32, B=16),
+    "loop": lambda: scanned(layers=6, D=64, B=256),
 }
 
 
@@ -69,7 +70,7 @@ def on_two_ranks(name: str, sharded: bool) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["data-parallel", "sharded"])
-@pytest.mark.parametrize("name", ["GPT", "MLP"])
+@pytest.mark.parametrize("name", ["GPT", "MLP", "loop"])
 def test_the_peak_of_real_ranks(pool: Pool, name: str, sharded: bool) -> None:
     for predicted, measured, unseen in pool.run(on_two_ranks, 2, name, sharded):
         assert 0.9 * (measured - unseen) <= predicted <= 1.1 * measured

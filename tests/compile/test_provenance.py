@@ -17,13 +17,14 @@ from ptrainx.compile.provenance import annotate, argument_label, join_layers, me
 from ptrainx.core.trace_context import Origin
 from ptrainx.ops.loop import LOOP, LoopForm
 from tests.compile.loops import traced
-from tests.compile.models import convnet, gpt, mlp, train
+from tests.compile.models import convnet, gpt, mlp, scanned, train
 
 CASES = {
     "data-parallel GPT": (gpt(), {"data": 2}, None),
     "sharded GPT": (gpt(), {"data": 2}, P("data")),
     "MLP": (mlp(), {"data": 2}, None),
     "sharded convnet": (convnet(), {"data": 2}, P("data")),
+    "loop": (scanned(), {"data": 2}, None),
 }
 
 
@@ -72,7 +73,7 @@ def test_every_node_tells_where_it_comes_from(stages: Any) -> None:
 def test_products_belong_to_the_weight_that_they_use(stages: Any) -> None:
     """A product's layer is that of the one parameter whose shape it has among its operands, or whose gradient it is."""
     model, by_name = stages
-    shapes = {px.tree.path_str(p): tuple(leaf.shape) for p, leaf in px.tree.flatten_with_path(model.params)[0]}
+    shapes = {px.tree.path_str(p): tuple(leaf.shape[-2:]) for p, leaf in px.tree.flatten_with_path(model.params)[0]}
     products = 0
     for node, origin in nodes_of(by_name["traced"].graphs[0]):
         if schema_name(node) in ("aten::mm", "aten::addmm"):
@@ -153,6 +154,14 @@ def test_the_layer_of_a_loop_s_body() -> None:
     alone = marked(lambda c, xs: [LOOP(only, thrice, c, xs)[0]], (4,), (3, 4), line="m.py:2")
     annotate(alone.graph, [argument_label(p) for p in ("c", "xs")], "m.py:0")
     assert {origin_of(n).layer for n, _ in walk(alone.graph) if schema_name(n)} == {"scan@m.py:2"}
+
+
+def test_a_loop_s_nodes_serve_stacked_parameters() -> None:
+    """Gathers inside the loop belong to the stack that they slice; so do the gradients' reductions."""
+    step, state, batch = train(scanned(), px.make_mesh(data=2, simulate=True))
+    traced = step.trace(state, *batch).graphs[0]
+    inside = {(origin_of(n).layer, times) for n, times in walk(traced.module.graph) if is_collective(n) and times == 3}
+    assert inside == {(f"blocks/{name}", 3) for name in ("norm", "up", "down")}
 
 
 JOINED = [
