@@ -7,6 +7,7 @@ process, so that repeated layers and simulated ranks share one, and in the cache
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -213,7 +214,8 @@ def _make(key: str, region: Region, owner: GraphModule, fake_mode: Any, report: 
     from ptrainx.core import torch_compat_inductor as inductor
 
     try:
-        code = _compile(region, owner, fake_mode)
+        with inductor.headers_ahead() if _needs_headers(region) else contextlib.nullcontext():
+            code = _compile(region, owner, fake_mode)
     except Exception as error:
         _tell_failure(region, error)
         return None
@@ -223,6 +225,10 @@ def _make(key: str, region: Region, owner: GraphModule, fake_mode: Any, report: 
     except Exception as error:
         flags.log("cache", f"an entry can't be kept: {error}")
     return code
+
+
+def _needs_headers(region: Region) -> bool:
+    return all(node.meta["val"].device.type == "cpu" for node in region.outputs)
 
 
 def _compile(region: Region, owner: GraphModule, fake_mode: Any) -> Any:

@@ -6,10 +6,12 @@ Importing this file imports Inductor, which takes a second: import it where some
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,6 +44,7 @@ __all__ = [
     "decompositions",
     "fallback_handler",
     "from_bytes",
+    "headers_ahead",
     "index_loader",
     "inductor_settings",
     "ops",
@@ -98,6 +101,25 @@ def inductor_settings(folder: str, threads: int) -> Iterator[None]:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
+@contextlib.contextmanager
+def headers_ahead() -> Iterator[None]:
+    """Compiles the header that every C++ kernel includes in a thread of its own, while Inductor is still at work."""
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(_compile_headers,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _compile_headers() -> None:
+    # The comment tells Inductor that it is one of the vectorized kernels, whose header has flags of its own.
+    source = '#include <torch/csrc/inductor/cpp_prefix.h>\n// at::vec::\nextern "C" void kernel(float* x) {}\n'
+    with contextlib.suppress(Exception):
+        codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], source)
+
+
 def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], fake_mode: Any) -> Compiled:
     """A graph, functional but for copies into placeholders, through Inductor; results keep their strides.
 
@@ -121,8 +143,10 @@ def from_bytes(data: bytes, inputs: Sequence[torch.Tensor]) -> Compiled:
     """What `to_bytes` was given, ready to be called."""
     compiled = pickle.loads(data)
     constants = CompiledFxGraphConstants()
-    compiled.after_deserialization(constants)
-    compiled.post_compile(list(inputs), constants, compiled.fx_kwargs)
+    # Looking for the compiled header takes a second, and the machine code is most likely there.
+    with inductor_config.patch({"cpp_cache_precompile_headers": False}):
+        compiled.after_deserialization(constants)
+        compiled.post_compile(list(inputs), constants, compiled.fx_kwargs)
     return compiled
 
 
