@@ -17,7 +17,8 @@ from ptrainx.compile.comms import CommReport, report_comms
 from ptrainx.compile.cost import CostReport, report_cost
 from ptrainx.compile.executable import Executable
 from ptrainx.compile.graph import copy_module
-from ptrainx.compile.memory import MemoryReport, report_memory
+from ptrainx.compile.memory import report_memory
+from ptrainx.compile.memory_report import MemoryReport
 from ptrainx.compile.passes import run_passes
 from ptrainx.compile.text import as_text
 from ptrainx.compile.timeline import Hardware, Timeline, predict_time

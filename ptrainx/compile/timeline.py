@@ -132,7 +132,7 @@ class _Clock:
             elif is_collective(node):
                 arrival[node] = self._issue(node)
             elif is_wait(node):
-                self.now = max(self.now, arrival.get(node.args[0], 0.0))  # type: ignore[arg-type]
+                self.now = max(self.now, arrival.get(node.args[0], 0.0))
             elif schema_name(node):
                 self._compute(node)
         return []
@@ -147,10 +147,10 @@ class _Clock:
 
     def _issue(self, node: Node) -> float:
         """When a collective that is issued now has arrived."""
-        axis, kind = self.graph.axis_of[axis_group(node)], kind_of(node)
-        took = collective_time(
-            kind, node.args[0].meta["val"], members_of(axis, self.sizes), self.hardware.link_of(axis)
-        )  # type: ignore[union-attr]
+        operand: Any = node.args[0]
+        axis = self.graph.axis_of[axis_group(node)]
+        link, members = self.hardware.link_of(axis), members_of(axis, self.sizes)
+        took = collective_time(kind_of(node), operand.meta["val"], members, link)
         self.sent += took
         start = max([self.now, *(self.free.get(name, 0.0) for name in split_axes(axis))])
         for name in split_axes(axis):
