@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 __all__ = ["agreement_timeout", "cache_dir", "check_inputs", "check_passes", "log"]
@@ -54,4 +55,7 @@ def cache_dir() -> Path:
     named = os.environ.get("PTRAINX_CACHE_DIR")
     if named:
         return Path(named).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "ptrainx"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "ptrainx"
+    except RuntimeError:  # A user without a home, as in some containers.
+        return Path(tempfile.gettempdir()) / f"ptrainx-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"

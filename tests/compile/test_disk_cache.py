@@ -18,6 +18,7 @@ import torch
 import ptrainx as px
 from ptrainx.compile import disk_cache, inductor
 from ptrainx.compile.disk_cache import CacheFolderWarning, DiskCache, open_cache
+from ptrainx.core import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,6 +96,17 @@ def test_the_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cache.write("kind", "key", b"")
     assert cache.folder == tmp_path / "a" / "b"
     assert {mode(cache.folder), mode(cache.folder / "kind")} == {0o700}
+
+
+def test_the_folder_is_the_users_own_unless_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PTRAINX_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert flags.cache_dir() == tmp_path / ".cache" / "ptrainx"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert flags.cache_dir() == tmp_path / "x" / "ptrainx"
+    monkeypatch.setenv("PTRAINX_CACHE_DIR", "~/y")
+    assert flags.cache_dir() == tmp_path / "y"
 
 
 @pytest.mark.parametrize("problem", ["writable", "file", "foreign"])
