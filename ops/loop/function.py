@@ -171,9 +171,8 @@ class _LoopFunction(torch.autograd.Function):
         spec_of = dict(zip(plan.differentiated, plan.gradient_specs))
         of_carry = iter(outs[:n_carry])
         for i, differentiable in enumerate(plan.carry_differentiable):
-            value = next(of_carry) if differentiable else None
-            if i in spec_of:
-                found[i] = tc.wrap_local(value, spec_of[i])
+            if differentiable:
+                found[i] = tc.wrap_local(next(of_carry), spec_of[i])
         for k, total in zip(summed, outs[n_carry:]):
             i = plan.differentiated[k]
             found[i] = tc.wrap_local(total, spec_of[i])

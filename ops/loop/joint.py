@@ -222,7 +222,7 @@ def _run(
                 run.update(start=primals[:n], carry=carry, ys=ys)
                 if gradient is not None:
                     carry = body.keep(carry, primals[:n])
-                outs = [t.detach() for t in (*carry, *ys)]
+                outs: list[Any] = [t.detach() for t in (*carry, *ys)]
                 found = (
                     []
                     if gradient is None or not gradient.needed
@@ -266,11 +266,11 @@ def _gradients(
     along = [tc.wrap_local(t, s) for t, s in zip(cotangents, gradient.cotangents)]
     with trace.marked(phase="backward"), tc.DisableTorchFunction():
         live = [(o, c) for o, c in zip(outs, along) if o.requires_grad]
-        found = torch.autograd.grad([o for o, _ in live], inputs, [c for _, c in live], allow_unused=True)
-        out = []
+        found: Any = torch.autograd.grad([o for o, _ in live], inputs, [c for _, c in live], allow_unused=True)
+        out: list[Any] = []
         index = [i for i, wants in enumerate(gradient.inputs) if wants]
-        for i, primal, value in zip(index, inputs, found):
-            value = torch.zeros_like(primal).detach() if value is None else value
+        for i, primal, reached in zip(index, inputs, found):
+            value: Any = torch.zeros_like(primal).detach() if reached is None else reached
             if i < len(carry_specs):
                 wanted = tuple(_paid(carry_specs[i]).placements)
                 if tuple(value.placements) != wanted:
@@ -309,7 +309,7 @@ def _lift_constants(module: GraphModule, position: int, trace: TraceContext) -> 
     values: list[torch.Tensor] = []
     anchor = placeholders[position - 1] if position else None
     for node in list(graph.find_nodes(op="get_attr")):
-        value = getattr(module, str(node.target), None)
+        value: Any = getattr(module, str(node.target), None)
         if not tc.is_fake(value):
             continue
         if id(value) not in lifted:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 
 from ptrainx.core import torch_compat as tc
 
@@ -58,7 +58,7 @@ class _Loop(tc.HigherOrderOperator):
 
 LOOP: Any = _Loop()
 for _key in ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView"):
-    LOOP.fallthrough(getattr(torch._C.DispatchKey, _key))
+    LOOP.fallthrough(getattr(tc.DispatchKey, _key))
 
 
 def stack_strides(value: torch.Tensor) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def loop_results(body: Any, form: LoopForm) -> tuple[torch.Tensor, ...]:
     return (*carry, *(new_stack(v, form.length) for v in values[form.n_carry :]))
 
 
-@LOOP.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)  # type: ignore[untyped-decorator]
+@LOOP.py_impl(tc.DispatchKey.CompositeExplicitAutograd)  # type: ignore[untyped-decorator]
 def _dense(body: Any, form: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     form = LoopForm(*form)
     carry, xs, consts = form.split(operands)
@@ -121,7 +121,7 @@ def _traced(mode: Any, body: Any, form: Any, *operands: torch.Tensor) -> Any:
     proxies = [tracer.unwrap_proxy(operand) for operand in operands]
     owner = tracer.create_proxy("get_attr", name, (), {})
     proxy = tracer.create_proxy("call_function", LOOP, (owner, tuple(form), *proxies), {}, name="loop")
-    with disable_proxy_modes_tracing():
+    with tc.no_proxy():
         results = loop_results(body, form)
     return track_tensor_tree(results, proxy, constant=None, tracer=tracer)
 

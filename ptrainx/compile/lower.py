@@ -139,11 +139,12 @@ class _Writer:
             staged = node.meta.get("staged") or stage_loop(node)
             function = self._loop(staged)
             self.yields = self.yields or function in self.code.generators
+            given: list[Any] = list(node.args[2:])
             operands = [
                 f"{self.bind('clone', torch.clone)}({self.names[o]})"
                 if i in staged.owned and i < staged.loop.form.n_carry and not self._owned_once(o, node)
                 else self.names[o]
-                for i, o in enumerate(node.args[2:])
+                for i, o in enumerate(given)
             ]
         else:
             function = self.bind(getattr(node.target, "__name__", "region"), node.target)

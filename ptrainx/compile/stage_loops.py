@@ -60,7 +60,8 @@ def stage_loop(node: Node) -> StagedLoop:
     early_ys = tuple(i for i, y in enumerate(ys) if y not in late)
     late_ys = tuple(i for i, y in enumerate(ys) if y in late)
     core_results = [*carry, *(ys[i] for i in early_ys), *held]
-    ahead, reads = None, ()
+    ahead: GraphModule | None = None
+    reads: tuple[int, ...] = ()
     if started:
         needed = _ancestors(started)
         reads = tuple(i for i, p in enumerate(placeholders) if p in needed)

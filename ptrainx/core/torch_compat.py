@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey
 from torch._C._distributed_c10d import (
     FakeProcessGroup,
     ProcessGroup,
@@ -37,6 +37,7 @@ __all__ = [
     "DTensorSpec",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "DispatchKey",
     "FakeProcessGroup",
     "FakeTensor",
     "FakeTensorMode",
