@@ -5,6 +5,7 @@ one graph. Start with `make_mesh`, `jit` and `value_and_grad`; the README has a 
 """
 
 from ptrainx import data, debug, errors, mesh, observe, ops, optim, random, runtime, testing, tree
+from ptrainx.compile.timeline import Hardware, Link
 from ptrainx.core import remat_policies as checkpoint_policies
 from ptrainx.core.avals import ShapeDtypeStruct
 from ptrainx.core.tree import TrainState, register_dataclass
@@ -30,6 +31,8 @@ from ptrainx.transforms import checkpoint_name, eval_shape, from_module, grad, j
 
 __all__ = [
     "AbstractMesh",
+    "Hardware",
+    "Link",
     "Mesh",
     "P",
     "PartitionSpec",
