@@ -144,9 +144,15 @@ def from_bytes(data: bytes, inputs: Sequence[torch.Tensor]) -> Compiled:
     compiled = pickle.loads(data)
     constants = CompiledFxGraphConstants()
     # Looking for the compiled header takes a second, and the machine code is most likely there.
-    with inductor_config.patch({"cpp_cache_precompile_headers": False}):
+    find = getattr(codecache, "_precompile_header", None)
+    if find is not None:
+        codecache._precompile_header = lambda *args, **kwargs: None  # type: ignore[assignment]
+    try:
         compiled.after_deserialization(constants)
         compiled.post_compile(list(inputs), constants, compiled.fx_kwargs)
+    finally:
+        if find is not None:
+            codecache._precompile_header = find
     return compiled
 
 
