@@ -25,6 +25,7 @@ from ptrainx.compile.graph import (
     schema_name,
     writes,
 )
+from ptrainx.compile.stage_loops import memory_shared_with_operands
 
 __all__ = ["Region", "canonical", "cut", "is_ordinary", "put_in_place", "region_module"]
 
@@ -149,11 +150,13 @@ def _is_view(node: Node, roots: dict[Node, int]) -> bool:
 
 
 def _storage_roots(graph: Graph) -> dict[Node, int]:
-    """As `alias_roots`; a wait may give its collective's memory, and that its operand's."""
+    """As `alias_roots`; a wait may give its collective's memory, and that its operand's; a loop's list of carries has
+    the first one's."""
     roots = alias_roots(graph)
-    for node in graph.nodes:
-        if is_wait(node) and node in roots and node.args[0] in roots:
-            old, new = roots[node], roots[node.args[0]]
+    waits = [(node, node.args[0]) for node in graph.nodes if is_wait(node)]
+    for node, source in [*waits, *memory_shared_with_operands(graph)]:
+        if node in roots and source in roots:
+            old, new = roots[node], roots[source]
             for other in [n for n, root in roots.items() if root == old]:
                 roots[other] = new
     return roots

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ptrainx.compile.graph import alias_roots, is_collective, is_wait, schema_name
+from ptrainx.compile.stage_loops import memory_shared_with_operands
 
 __all__ = ["in_place_target", "plan_reuse"]
 
@@ -84,11 +85,12 @@ def plan_reuse(graph: Graph, donated: set[int]) -> dict[Node, int]:
 
 
 def _storage_roots(graph: Graph) -> dict[Node, int]:
-    """As `alias_roots`; a wait gives its collective's memory, and getitem that of one part."""
+    """As `alias_roots`; a wait gives its collective's memory, and a loop's list of carries has the first one's."""
     roots = alias_roots(graph)
-    for node in graph.nodes:
-        if is_wait(node) and node.args[0] in roots:
-            old, new = roots[node], roots[node.args[0]]
+    waits = [(node, node.args[0]) for node in graph.nodes if is_wait(node)]
+    for node, source in [*waits, *memory_shared_with_operands(graph)]:
+        if node in roots and source in roots:
+            old, new = roots[node], roots[source]
             for other in [n for n, r in roots.items() if r == old]:
                 roots[other] = new
     return roots

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from ptrainx.compile.graph import Loop, alias_roots, is_collective, is_loop, is_pure, is_wait, loop_of, output_node
 from ptrainx.ops.loop.partition import extract
 
-__all__ = ["StagedLoop", "is_list", "stage_loop"]
+__all__ = ["StagedLoop", "is_list", "memory_shared_with_operands", "stage_loop"]
 
 
 @dataclasses.dataclass
@@ -195,6 +195,23 @@ def _owned(loop: Loop, given: list[Node], taken: frozenset[int]) -> frozenset[in
     }
     # A list's item may be a carry that came out as it went in, which the loop before still holds as its first one.
     return frozenset(carries | {i for i in taken if not _is_carry_through(loop, i)})
+
+
+def memory_shared_with_operands(graph: Graph) -> list[tuple[Node, Node]]:
+    """(result of a loop, operand) pairs that share memory: a list of carries begins with the one that came in."""
+    pairs = []
+    for node in graph.nodes:
+        if not is_loop(node):
+            continue
+        loop = loop_of(node)
+        placeholders = list(loop.body.graph.find_nodes(op="placeholder"))
+        results: list[Node] = output_node(loop.body.graph).args[0]  # type: ignore[assignment]
+        lists = set(_list_ys(loop))
+        for index, readers in _results_of(loop).items():
+            if index - loop.form.n_carry in lists and results[index] in placeholders:
+                operand: Any = node.args[2 + placeholders.index(results[index])]
+                pairs += [(reader, operand) for reader in readers]
+    return pairs
 
 
 def _is_carry_through(loop: Loop, index: int) -> bool:

@@ -248,3 +248,19 @@ def test_real_ranks_train_as_one_device_does(pool: Pool, world: int) -> None:
         )
     for losses in pool.run(train, world, {"data": world}):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(want), rtol=1e-5, atol=1e-6)
+
+
+def test_a_carry_that_a_loop_starts_from_is_not_overwritten_while_the_backward_needs_it() -> None:
+    def loss(scan: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        start = x @ w  # a value of the step, which the scan saves and others read afterwards
+        last, _ = scan(lambda c, gain: (torch.sin(c) * gain, None), start, torch.arange(1.0, 4.0))
+        return (last * (start * 2.0)).sum()
+
+    w, x = values(8, 8), values(8, 8, seed=1)
+    leaf = w.clone().requires_grad_()
+    want = torch.autograd.grad(loss(python_scan, leaf, x), leaf)[0]
+    for backend in ("graph", "inductor"):
+        step = px.jit(
+            px.grad(lambda w, x: loss(px.scan, w, x)), mesh=px.make_mesh(data=1, simulate=True), backend=backend
+        )
+        assert_close(step(w, x), want)
