@@ -216,7 +216,8 @@ def test_tensor_parallel_sums_activations_twice_a_layer_and_pass():
 @pytest.mark.parametrize(("axes", "zero"), [({"data": 2}, 0), ({"data": 2}, 3), ({"data": 2, "model": 2}, 1)])
 def test_nothing_but_norms_is_sent_unasked(axes, zero):
     comms, _ = planned(axes, zero)
-    assert all(c.asked or c.bytes <= SCALAR for c in comms), str(comms)
+    # A norm goes over all axes at once.
+    assert all(c.asked or c.bytes <= 2 * SCALAR for c in comms), str(comms)
 
 
 @pytest.mark.parametrize("text", ["model=2", "data=2,rows=2", "data", "data=two", "data=0"])
