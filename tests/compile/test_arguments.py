@@ -307,7 +307,8 @@ def test_retracing_says_what_changed(monkeypatch: pytest.MonkeyPatch, caplog: py
     step = px.jit(lambda x, n: x, mesh=mesh(), static_argnums=1)
     for x, n in ((X, 1), (X, 1), (values(8, 4), 1), ([X], 1), ([X], 2)):
         step(x, n)
-    said = [record.getMessage() for record in caplog.records]
+    # A record may reach the handler by two ways.
+    said = [record.getMessage() for record in {id(record): record for record in caplog.records}.values()]
     assert len(said) == 4
     for text, part in zip(said, ("for the first time", "(8, 4)", "the structure", "static arguments")):
         assert part in text
