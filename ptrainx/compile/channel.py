@@ -1,6 +1,7 @@
 """The collectives of a mesh axis, or of several taken together, as the generated code calls them on a real mesh.
 
-Each starts the collective and returns a `Pending`; `wait()` gives the result. Handles are held here rather than left
+Each starts the collective and returns a `Pending`; `wait()` gives the result. Ranks of one host exchange data through
+memory that they share (`shared_memory`), others through their process group. Handles are held here rather than left
 to torch's functional collectives: with gloo, several functional gathers in flight crash the process now and then.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ptrainx.compile.shared_memory import SharedMemoryGroup, can_share
 from ptrainx.mesh.axes import join_axes, split_axes
 
 __all__ = ["Channel", "Channels", "FlatChannel", "Pending", "open_channels", "tapped"]
@@ -49,7 +51,7 @@ class Channel:
 
     def __init__(self, group: Any, ranks: Sequence[int]):
         self.group, self.ranks, self.size = group, list(ranks), len(ranks)
-        self.gloo = "gloo" in dist.get_backend(group)
+        self.gloo = not isinstance(group, SharedMemoryGroup) and "gloo" in dist.get_backend(group)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool = False) -> Pending:
         """Partial -> Replicate. `owned`: x may be overwritten."""
@@ -139,7 +141,7 @@ class FlatChannel(Channel):
 
     @functools.cached_property
     def group(self) -> Any:
-        return _tapped(self.mesh, join_axes(self.axes), self.own_group)
+        return _tapped(self.mesh, join_axes(self.axes), _fast(self.mesh, self.axes, self.own_group))
 
     @functools.cached_property
     def ranks(self) -> list[int]:  # type: ignore[override]
@@ -147,7 +149,7 @@ class FlatChannel(Channel):
 
     @functools.cached_property
     def gloo(self) -> bool:  # type: ignore[override]
-        return "gloo" in dist.get_backend(self.own_group)
+        return not can_share() and "gloo" in dist.get_backend(self.own_group)
 
 
 class Channels(dict[str, Channel]):
@@ -158,8 +160,9 @@ class Channels(dict[str, Channel]):
         self.mesh = mesh
         for axis in mesh.axis_names:
             group = mesh.group_over((axis,))
-            self[axis] = Channel(group, dist.get_process_group_ranks(group))
-            self[axis].group = _tapped(mesh, axis, group)
+            fast = _fast(mesh, (axis,), group)
+            self[axis] = Channel(fast, dist.get_process_group_ranks(group))
+            self[axis].group = _tapped(mesh, axis, fast)
 
     def __missing__(self, name: str) -> Channel:
         self[name] = FlatChannel(self.mesh, split_axes(name))
@@ -195,6 +198,16 @@ def tapped(mesh: Any, tap: Callable[[str, Any], Any]) -> Iterator[None]:
             for channel in channels:
                 if hasattr(channel.__dict__.get("group"), "tapped"):
                     channel.group = channel.group.tapped
+
+
+def _fast(mesh: Any, axes: tuple[str, ...], group: Any) -> Any:
+    """The group, or what stands in for it where ranks may share memory; the steps of a mesh have it in common."""
+    if "gloo" not in dist.get_backend(group) or not can_share():
+        return group
+    shared = mesh.__dict__.setdefault("_shared_memory", {})
+    if axes not in shared:
+        shared[axes] = SharedMemoryGroup(group, dist.get_process_group_ranks(group), mesh.epoch)
+    return shared[axes]
 
 
 def _tapped(mesh: Any, axis: str, group: Any) -> Any:

@@ -6,6 +6,8 @@
 | `PTRAINX_CHECK_INPUTS` | `1`: compare plain inputs between ranks at every call, not just the first |
 | `PTRAINX_CHECK_PASSES` | `1`: a step's first call runs its graph after each pass too, and compares the results |
 | `PTRAINX_AGREEMENT_TIMEOUT` | seconds that ranks wait for each other before a graph's first run (default 120) |
+| `PTRAINX_SHARED_MEMORY` | `0`: CPU ranks of one host send through gloo's sockets, not through shared memory |
+| `PTRAINX_COLLECTIVE_TIMEOUT` | seconds that a rank waits in a collective through shared memory (default 1800) |
 | `PTRAINX_CACHE_DIR` | where compiled code is kept (default: `ptrainx` in the user's cache folder) |
 """
 
@@ -16,7 +18,15 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["agreement_timeout", "cache_dir", "check_inputs", "check_passes", "log"]
+__all__ = [
+    "agreement_timeout",
+    "cache_dir",
+    "check_inputs",
+    "check_passes",
+    "collective_timeout",
+    "log",
+    "shared_memory",
+]
 
 
 def _logger() -> logging.Logger:
@@ -48,6 +58,16 @@ def check_passes() -> bool:
 def agreement_timeout() -> float:
     """Seconds to wait for the other ranks to agree on a graph."""
     return float(os.environ.get("PTRAINX_AGREEMENT_TIMEOUT", "120"))
+
+
+def shared_memory() -> bool:
+    """Whether CPU ranks of one host may exchange data through shared memory."""
+    return os.environ.get("PTRAINX_SHARED_MEMORY") != "0"
+
+
+def collective_timeout() -> float:
+    """Seconds to wait for the other ranks in a collective through shared memory."""
+    return float(os.environ.get("PTRAINX_COLLECTIVE_TIMEOUT", "1800"))
 
 
 def cache_dir() -> Path:
