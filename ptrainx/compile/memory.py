@@ -29,6 +29,7 @@ from ptrainx.compile.graph import (
 )
 from ptrainx.compile.memory_report import Holder, MemoryReport
 from ptrainx.compile.reuse import plan_reuse
+from ptrainx.compile.shared_memory import can_share
 from ptrainx.compile.stage_loops import StagedLoop, is_list, stage_loop
 from ptrainx.compile.trace import Program, RankGraph
 from ptrainx.ops.loop import LoopForm
@@ -250,7 +251,7 @@ class _Frame:
                 self.run.passing(node, 2 * size)
             return self._of(node, node.meta["val"])
         members = self._members(node)
-        scattered = kind == "reduce_scatter_tensor" and self.run.gloo
+        scattered = kind == "reduce_scatter_tensor" and self.run.gloo and not can_share()
         averaged = kind == "all_reduce" and node.args[1] == "avg"
         parts = members if members > 1 and (scattered or averaged) else 0
         if kind == "all_reduce" and self._is_temporary(operand):

@@ -20,13 +20,12 @@ MODELS = {"GPT": gpt, "MLP": mlp, "convnet": convnet, "loop": scanned}
 
 
 def predicted(report: CommReport) -> tuple[Counter, Counter]:
-    """(calls, bytes) by kind and axis, a reduce-scatter as the all-to-all that gloo makes of it."""
+    """(calls, bytes) by kind and axis."""
     calls: Counter = Counter()
     sent: Counter = Counter()
     for c in report:
-        kind = "all_to_all" if c.kind == "reduce_scatter" else c.kind
-        calls[kind, c.axis] += c.count
-        sent[kind, c.axis] += c.bytes
+        calls[c.kind, c.axis] += c.count
+        sent[c.kind, c.axis] += c.bytes
     return calls, sent
 
 

@@ -5,6 +5,8 @@ A parameter's gather could start with the step: its operand is an argument. It s
 `PREFETCH_GATHERS` gathers and `PREFETCH_BYTES` of gathered values, itself among them, have been started and not yet
 been read. What leads from arguments to a gather alone (casts, packing) is computed right before it.
 
+A small reduction of what a few light operators make from arguments is put at the start.
+
 A reduce-scatter holds its whole operand until it is waited for, its result is a part of that. Once `SCATTER_BYTES` are
 held, the oldest is waited for, whoever reads it later.
 
@@ -13,6 +15,7 @@ The order follows from the graph alone, and so is the same on every rank.
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from ptrainx.compile.graph import is_collective, is_wait, schema_name
@@ -33,6 +36,8 @@ __all__ = ["PREFETCH_BYTES", "PREFETCH_GATHERS", "SCATTER_BYTES", "issue_early"]
 PREFETCH_GATHERS = 4
 PREFETCH_BYTES = 32 * 2**20
 SCATTER_BYTES = 32 * 2**20
+QUICK_BYTES = 256 * 2**10
+QUICK_OPERATORS = 12
 
 
 def issue_early(
@@ -50,6 +55,7 @@ def issue_early(
         scattered_bytes: what reduce-scatters hold at most, but for one; `SCATTER_BYTES` if None.
     """
     _start_reductions(graph)
+    _start_what_is_quick(graph)
     sink_waits(graph)
     _start_gathers(
         graph,
@@ -69,6 +75,47 @@ def _start_reductions(graph: RankGraph) -> None:
             last = max((n for n in node.all_input_nodes), key=position.__getitem__, default=None)
             if last is not None and last.op != "placeholder" and not _between(last, node):
                 last.append(node)
+
+
+def _start_what_is_quick(graph: RankGraph) -> None:
+    """Puts a small reduction of what little work makes from arguments at the start of the step.
+
+    The weight of a batch's targets, for one, by which a loss is divided: behind the forward pass it would be waited for
+    at once, at its start it is there long before.
+    """
+    anchor = last_placeholder(graph.module.graph)
+    if anchor is None:
+        return
+    for node in list(graph.module.graph.nodes):
+        if is_collective(node) and schema_name(node) != ALL_GATHER and bytes_of(node) <= QUICK_BYTES:
+            made_by = _quick(node)
+            if made_by is not None:
+                for member in (*made_by, node):
+                    if member > anchor:
+                        anchor.append(member)
+                        anchor = member
+
+
+def _quick(collective: Node) -> list[Node] | None:
+    """What makes a collective's operand, in order; None if it is more than a few light operators on arguments."""
+    found: set[Node] = set()
+    stack = [n for n in collective.all_input_nodes if n.op != "placeholder"]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return None
+        light = node.op == "get_attr" or torch.Tag.pointwise in getattr(node.target, "tags", ()) or _is_sum(node)
+        if len(found) == QUICK_OPERATORS or not (light or is_light(node)) or bytes_of(node) > QUICK_BYTES:
+            return None
+        found.add(node)
+        stack.extend(n for n in node.all_input_nodes if n.op != "placeholder")
+    return sorted(found)
+
+
+def _is_sum(node: Node) -> bool:
+    return schema_name(node) in ("aten::sum", "aten::amax", "aten::amin", "aten::mean")
 
 
 def _between(last: Node, node: Node) -> bool:
