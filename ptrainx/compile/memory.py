@@ -281,8 +281,7 @@ class _Frame:
         """Whether a value is a temporary with one reader, which may overwrite it."""
         if node.op != "call_function" or len(node.users) != 1 or is_wait(node):
             return False
-        root = self.roots.get(node)
-        return sum(r == root for r in self.roots.values()) == 1
+        return list(self.roots.values()).count(self.roots.get(node)) == 1
 
     # Loops, as `lower_loops` writes them.
 
