@@ -281,7 +281,7 @@ class _Frame:
         """Whether a value is a temporary with one reader, which may overwrite it."""
         if node.op != "call_function" or len(node.users) != 1 or is_wait(node):
             return False
-        return list(self.roots.values()).count(self.roots.get(node)) == 1
+        return list(self.roots.values()).count(self.roots.get(node, -1)) == 1
 
     # Loops, as `lower_loops` writes them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,12 @@ from tests.bench.torch_model import block, embed, head, torch_batch, torch_param
 __all__ = [
     "ptrainx_eager",
     "ptrainx_inductor",
+    "ptrainx_inductor_gloo",
     "ptrainx_scan_inductor",
     "ptrainx_step",
     "ptrainx_zero3",
     "ptrainx_zero3_inductor",
+    "ptrainx_zero3_inductor_gloo",
     "ptrainx_zero3_scan_inductor",
     "trainer",
 ]
@@ -92,6 +95,33 @@ def _on_two_ranks(
         return loss
 
     return run
+
+
+def _through_gloo(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The step with its collectives through gloo's sockets, as PyTorch's go; that is settled when it is compiled."""
+
+    def run() -> torch.Tensor:
+        before = os.environ.get("PTRAINX_SHARED_MEMORY")
+        os.environ["PTRAINX_SHARED_MEMORY"] = "0"
+        try:
+            return step()
+        finally:
+            if before is None:
+                del os.environ["PTRAINX_SHARED_MEMORY"]
+            else:
+                os.environ["PTRAINX_SHARED_MEMORY"] = before
+
+    return run
+
+
+def ptrainx_inductor_gloo(size: str, rank: int) -> Callable[[], torch.Tensor]:
+    """`ptrainx_inductor` through gloo."""
+    return _through_gloo(ptrainx_inductor(size, rank))
+
+
+def ptrainx_zero3_inductor_gloo(size: str, rank: int) -> Callable[[], torch.Tensor]:
+    """`ptrainx_zero3_inductor` through gloo."""
+    return _through_gloo(ptrainx_zero3_inductor(size, rank))
 
 
 def ptrainx_step(size: str, rank: int) -> Callable[[], torch.Tensor]:

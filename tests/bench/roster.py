@@ -78,6 +78,18 @@ ROSTER = {
             f"{OURS}:ptrainx_zero3_scan_inductor",
             needs=("compiler",),
         ),
+        Contender(
+            "ptrainx-inductor-gloo",
+            "compiled, collectives through sockets",
+            f"{OURS}:ptrainx_inductor_gloo",
+            needs=("compiler",),
+        ),
+        Contender(
+            "ptrainx-zero3-inductor-gloo",
+            "parameters sharded, compiled, collectives through sockets",
+            f"{OURS}:ptrainx_zero3_inductor_gloo",
+            needs=("compiler",),
+        ),
         Contender("ptrainx-eager", "px.jit, backend eager", f"{OURS}:ptrainx_eager"),
     )
 }
