@@ -89,3 +89,24 @@ def test_a_loop_sends_in_every_step(pool: Pool) -> None:
 def test_nothing_is_sent_on_a_simulated_mesh() -> None:
     with pytest.raises(MeshError, match="nothing is sent"), px.testing.count_bytes(px.make_mesh(data=2, simulate=True)):
         pass
+
+
+def accumulated_and_at_once() -> tuple[int, int]:
+    """Bytes that a rank sends for gradients, of a batch at once and of eight microbatches."""
+    mesh = px.make_mesh(data=2)
+    w, x = torch.ones(8, 4), torch.ones(32, 8)
+    fn = px.value_and_grad(lambda w, x: (x @ w).square().mean())
+    found = []
+    for one in (fn, px.accumulate_grads(fn, 8)):
+        step = px.jit(one, mesh=mesh, in_specs=(P(), P("data")))
+        step(w, x)
+        with px.testing.count_bytes(mesh) as sent:
+            step(w, x)
+        found.append(sent.total_bytes)
+    return found[0], found[1]
+
+
+def test_microbatches_send_what_one_step_sends(pool: Pool) -> None:
+    for once, accumulated in pool.run(accumulated_and_at_once, 2):
+        # Gradient and loss: an all-reduce over two ranks sends as much as it reduces.
+        assert once == accumulated == (8 * 4 + 1) * 4

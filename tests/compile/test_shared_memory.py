@@ -14,7 +14,9 @@ import torch
 
 import ptrainx as px
 from ptrainx.compile.channel import open_channels
-from ptrainx.compile.shared_memory import CHUNK, SLOTS, SharedMemoryGroup
+from ptrainx.compile.shared_memory import SharedMemoryGroup
+from ptrainx.compile.shared_segment import CHUNK, SLOTS
+from ptrainx.errors import AgreementError
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.processes
@@ -159,6 +161,20 @@ def test_a_rank_that_is_stuck_is_named() -> None:
     assert status == 3, said
     assert "rank 1 did not come to a collective" in said
     assert "PTRAINX_COLLECTIVE_TIMEOUT" in said
+
+
+def different_collectives(world: int) -> None:
+    own = channel(world)
+    own.all_reduce(torch.ones(1), "sum").wait()
+    if own.group.rank() == 0:
+        own.all_reduce(torch.ones(8), "sum").wait()
+    else:
+        own.all_gather_into_tensor(torch.ones(4), world).wait()
+
+
+def test_ranks_in_different_collectives_are_told(pool: Pool) -> None:
+    with pytest.raises(AgreementError, match="rank 0: all_reduce of 32 bytes; rank 1: all_gather of 16 bytes"):
+        pool.run(different_collectives, 2, 2)
 
 
 def through_gloo(world: int) -> str:

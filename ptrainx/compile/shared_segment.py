@@ -1,0 +1,264 @@
+"""The memory that CPU ranks of one host share: rings of slots, and the collectives that are under way in them.
+
+Each rank has a ring of slots that it alone writes and all others read, and counters: how many chunks it has published,
+how many it has taken, and what kind of collective the chunk in each slot belongs to. x86-64 keeps stores in order, so
+that whoever sees a counter sees the data before it; on other processors gloo stays in use. All that is waited for has a
+deadline, and a rank whose process has ended is noticed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import mmap
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ptrainx.core import flags
+from ptrainx.core import torch_compat as tc
+from ptrainx.core.errors import AgreementError, WorkerError
+
+__all__ = ["CHUNK", "SLOTS", "Segment", "can_share", "open_segment"]
+
+CHUNK = 1 << 20  # bytes of a slot
+SLOTS = 4  # of a rank
+_FOLDER = "/dev/shm"
+_LINE = 16  # int64s of a counter's cache lines
+_PUBLISHED, _TAKEN, _PID, _KINDS = range(4)  # lines of a rank's header
+_HEADER = 4 * _LINE * 8  # bytes of a rank's header
+_ALIVE_EVERY_S = 0.2
+
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_CODES = {name: code for code, name in enumerate(_NAMES)}
+
+# How often the ranks of a world have opened a segment together: all of them do it in one order.
+_counts: collections.Counter[tuple] = collections.Counter()
+
+
+def can_share() -> bool:
+    """Whether this process could share memory with others of its host."""
+    return (
+        flags.shared_memory()
+        and platform.system() == "Linux"
+        and platform.machine() in ("x86_64", "AMD64")
+        and os.access(_FOLDER, os.W_OK)
+    )
+
+
+class _Work:
+    """A collective under way."""
+
+    __slots__ = ("done", "first", "flat", "kind", "per_chunk", "published", "segment", "take", "taken", "total")
+
+    def __init__(self, segment: Segment, name: str, first: int, flat: torch.Tensor, take: Callable[..., None]):
+        self.segment, self.first, self.flat, self.take = segment, first, flat, take
+        # What is alike on every rank: which collective, and of how many bytes.
+        self.kind = _CODES[name] << 56 | flat.numel() * flat.element_size()
+        self.per_chunk = CHUNK // flat.element_size()
+        self.total = -(-flat.numel() // self.per_chunk)
+        self.published = self.taken = 0
+        self.done = False
+
+    def wait(self) -> None:
+        """Returns when the result is there."""
+        if not self.done:
+            self.segment.finish(self)
+
+
+class Segment:
+    """One rank's view of the memory, and the collectives that it has under way, in order."""
+
+    def __init__(self, memory: mmap.mmap, me: int, ranks: Sequence[int]):
+        self.me, self.n, self.ranks = me, len(ranks), ranks
+        self.counters = memoryview(memory).cast("q")
+        data = torch.frombuffer(memory, dtype=torch.uint8)[self.n * _HEADER :]
+        self.slots = list(data.view(self.n, SLOTS, CHUNK).unbind(0))
+        self.published_at = [(r * 4 + _PUBLISHED) * _LINE for r in range(self.n)]
+        self.taken_at = [(r * 4 + _TAKEN) * _LINE for r in range(self.n)]
+        self.kinds_at = [(r * 4 + _KINDS) * _LINE for r in range(self.n)]
+        self.counters[(me * 4 + _PID) * _LINE] = os.getpid()
+        self.next = 0
+        self.queue: collections.deque[_Work] = collections.deque()
+
+    def start(self, name: str, flat: torch.Tensor, take: Callable[[int, list[torch.Tensor]], None]) -> _Work:
+        """Starts a collective.
+
+        Args:
+            name: which.
+            flat: what this rank gives, one-dimensional and contiguous.
+            take: called with the position of a chunk in it and every rank's part of that chunk.
+        """
+        work = _Work(self, name, self.next, flat, take)
+        self.next += work.total
+        self.queue.append(work)
+        self._publish()
+        return work
+
+    def finish(self, work: _Work) -> None:
+        """Brings the collectives forward, in order, until this one is done."""
+        spins, begin, looked = 0, 0.0, 0.0
+        while not work.done:
+            if self._publish() | self._take():
+                spins = 0
+                continue
+            spins += 1
+            if spins < 100:
+                continue
+            os.sched_yield()
+            if spins < 2000:
+                continue
+            now = time.monotonic()
+            if spins == 2000:
+                begin = looked = now
+            elif now - looked > _ALIVE_EVERY_S:
+                self._check_alive(now - begin)
+                looked = now
+            time.sleep(min(1e-3, (now - begin) / 50))
+
+    def _publish(self) -> bool:
+        moved = False
+        counters = self.counters
+        for work in self.queue:
+            while work.published < work.total:
+                number = work.first + work.published
+                if number >= SLOTS and min(counters[at] for at in self.taken_at) < number - SLOTS + 1:
+                    return moved
+                begin = work.published * work.per_chunk
+                part = work.flat[begin : begin + work.per_chunk]
+                self._part(self.me, number, part).copy_(part)
+                work.published += 1
+                counters[self.kinds_at[self.me] + number % SLOTS] = work.kind
+                counters[self.published_at[self.me]] = number + 1
+                moved = True
+        return moved
+
+    def _take(self) -> bool:
+        if not self.queue:
+            return False
+        work = self.queue[0]
+        number = work.first + work.taken
+        if min(self.counters[at] for at in self.published_at) <= number:
+            return False
+        if any(self.counters[at + number % SLOTS] != work.kind for at in self.kinds_at):
+            self._refuse_mixture(work, number)
+        begin = work.taken * work.per_chunk
+        like = work.flat[begin : begin + work.per_chunk]
+        work.take(begin, [self._part(rank, number, like) for rank in range(self.n)])
+        work.taken += 1
+        self.counters[self.taken_at[self.me]] = number + 1
+        if work.taken == work.total:
+            work.done = True
+            self.queue.popleft()
+        return True
+
+    def _part(self, rank: int, number: int, like: torch.Tensor) -> torch.Tensor:
+        """The part of a slot that holds a chunk's elements."""
+        size = like.numel() * like.element_size()
+        return self.slots[rank][number % SLOTS, :size].view(like.dtype)
+
+    def _refuse_mixture(self, work: _Work, number: int) -> None:
+        said = []
+        for rank, at in zip(self.ranks, self.kinds_at):
+            kind = self.counters[at + number % SLOTS]
+            said.append(f"rank {rank}: {_NAMES[kind >> 56]} of {kind & (1 << 56) - 1} bytes")
+        raise AgreementError(
+            "the ranks are in different collectives",
+            got="; ".join(said),
+            fix="a rank that failed inside a step has left the others in it: start all of them again",
+        )
+
+    def _check_alive(self, waited: float) -> None:
+        for place, rank in enumerate(self.ranks):
+            pid = self.counters[(place * 4 + _PID) * _LINE]
+            if pid and not _is_alive(pid):
+                raise WorkerError(
+                    f"rank {rank} has ended while others wait for it in a collective",
+                    got=f"its process {pid} is gone",
+                    fix=f"look at what rank {rank} reported last",
+                )
+        if waited > flags.collective_timeout():
+            behind = [r for r, at in zip(self.ranks, self.published_at) if self.counters[at] <= self._waiting_for()]
+            raise WorkerError(
+                f"rank {', '.join(map(str, behind))} did not come to a collective",
+                got=f"waited {waited:.0f} s",
+                fix="look for a rank that is stuck; PTRAINX_COLLECTIVE_TIMEOUT sets the seconds",
+            )
+
+    def _waiting_for(self) -> int:
+        return self.queue[0].first + self.queue[0].taken
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _host() -> str:
+    """What processes have in common that can share memory and see each other."""
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.stat(_FOLDER).st_dev}"
+    return uuid.uuid4().hex
+
+
+def open_segment(ranks: tuple[int, ...], me: int, epoch: int) -> Segment | None:
+    """The segment of these ranks; None on all of them if one of them can't have it."""
+    _counts[epoch, ranks] += 1
+    room = f"ptrainx/shared/{'-'.join(map(str, ranks))}/{_counts[epoch, ranks]}"
+    store = tc.default_store()
+    places = range(len(ranks))
+
+    def exchange(kind: str, value: str) -> list[str]:
+        store.set(f"{room}/{kind}/{me}", value)
+        deadline = time.monotonic() + flags.agreement_timeout()
+        missing = [place for place in places if not store.check([f"{room}/{kind}/{place}"])]
+        while missing:
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"rank {', '.join(str(ranks[place]) for place in missing)} never came to a collective",
+                    got=f"waited {flags.agreement_timeout():g} s",
+                    fix="look for a rank that stopped or failed; PTRAINX_AGREEMENT_TIMEOUT sets the seconds",
+                )
+            time.sleep(1e-3)
+            missing = [place for place in missing if not store.check([f"{room}/{kind}/{place}"])]
+        return [store.get(f"{room}/{kind}/{place}").decode() for place in places]
+
+    hosts = exchange("host", _host() if can_share() else "")
+    if not hosts[0] or len(set(hosts)) > 1:
+        return None
+    path = os.path.join(_FOLDER, f"ptrainx-{uuid.uuid4().hex}") if me == 0 else ""
+    size = len(ranks) * (_HEADER + SLOTS * CHUNK)
+    memory = _map(path, size, create=True) if me == 0 else None
+    path = exchange("path", path if memory is not None else "")[0]
+    if me != 0 and path:
+        memory = _map(path, size, create=False)
+    segment = None if memory is None else Segment(memory, me, ranks)
+    all_have = all(exchange("mapped", "yes" if segment is not None else ""))
+    if me == 0 and path:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return segment if all_have else None
+
+
+def _map(path: str, size: int, create: bool) -> mmap.mmap | None:
+    try:
+        handle = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        try:
+            if create:
+                os.posix_fallocate(handle, 0, size)
+            return mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+    except OSError:
+        if create:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        return None
