@@ -15,7 +15,7 @@ import ptrainx as px
 from ptrainx import P
 from tests.compile.programs import values
 
-MESHES = {"one device": ({"data": 1}, 10_000), "simulated": ({"data": 1, "simulate": True}, 2_000)}
+MESHES = {"one device": ({"data": 1}, 10_000), "simulated": ({"data": 1, "simulate": True}, 1_000)}
 """Axes, and how many calls take about a second."""
 
 

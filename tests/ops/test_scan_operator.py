@@ -150,10 +150,13 @@ def value_and_grads(loss: Callable[..., torch.Tensor]) -> tuple:
     return value.detach(), px.tree.unflatten(tree, filled)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_are_those_of_the_loop(case: Case, axes: dict) -> None:
-    mesh = px.make_mesh(axes, simulate=True)
+# A loop in a loop takes its time to trace; on two axes it meets what it would on one of four.
+ROWS = [(name, axes) for name in CASES for axes in MESHES if name != "nested" or axes != {"data": 4, "model": 1}]
+
+
+@pytest.mark.parametrize(("name", "axes"), ROWS, ids=str)
+def test_gradients_are_those_of_the_loop(name: str, axes: dict) -> None:
+    case, mesh = CASES[name], px.make_mesh(axes, simulate=True)
     fn = px.value_and_grad(lambda h, w, gain: case.loss(px.scan, h, w, gain), argnums=(0, 1, 2))
     step = px.jit(fn, mesh=mesh, in_specs=case.specs)
     assert_close(step(H, W, GAIN), value_and_grads(case.loss))
