@@ -54,6 +54,13 @@ ROSTER = {
         Contender(
             "fsdp2-fast-compiled", "the same under torch.compile", f"{TORCH}:fsdp2_fast_compiled", needs=("compiler",)
         ),
+        Contender("simple-fsdp", "sharded DTensors gathered for use, as SimpleFSDP", f"{TORCH}:simple_fsdp"),
+        Contender(
+            "simple-fsdp-compiled",
+            "the same under torch.compile",
+            f"{TORCH}:simple_fsdp_compiled",
+            needs=("compiler",),
+        ),
         Contender("dtensor", "eager DTensors, parameters replicated", f"{TORCH}:dtensor"),
         Contender("jax", "jit on two host devices, replicated", f"{JAX}:jax_replicated", "jax", JAX_NEEDS),
         Contender("jax-sharded", "the same, parameters sharded", f"{JAX}:jax_sharded", "jax", JAX_NEEDS),

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
 
 from tests.bench.model import SIZES, optimizer_settings
-from tests.bench.torch_model import GPT, attend, loss_fn, torch_batch, torch_params
+from tests.bench.torch_model import GPT, attend, block, embed, head, loss_fn, torch_batch, torch_params
 
 __all__ = [
     "compute_alone",
@@ -32,6 +32,8 @@ __all__ = [
     "fsdp2_fast",
     "fsdp2_fast_compiled",
     "one_device",
+    "simple_fsdp",
+    "simple_fsdp_compiled",
 ]
 
 RANKS = 2
@@ -158,13 +160,44 @@ def fsdp2_fast_compiled(size: str, rank: int) -> Step:
     return _module_step(torch.compile(net), net.parameters(), _rows(size, rank))
 
 
+def _simple_fsdp(size: str, rank: int, compiled: bool) -> Step:
+    """Parameters as sharded DTensors that are gathered for use, layer by layer: the way of torchtitan's SimpleFSDP."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    params = _placed(torch_params(size), mesh, Shard(0))
+    leaves, heads, data = _leaves(params), SIZES[size].H, _rows(size, rank)
+
+    def whole(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {name: whole(value) for name, value in tree.items()}
+        return tree.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+    def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        outer = whole({name: value for name, value in params.items() if name != "blocks"})
+        x = embed(outer, tokens)
+        for layer in params["blocks"]:
+            x = block(whole(layer), x, heads)
+        return head(outer, x, targets)
+
+    return _module_step(torch.compile(forward) if compiled else forward, leaves, data)
+
+
+def simple_fsdp(size: str, rank: int) -> Step:
+    """Sharded DTensors gathered for use, eager."""
+    return _simple_fsdp(size, rank, compiled=False)
+
+
+def simple_fsdp_compiled(size: str, rank: int) -> Step:
+    """The same under torch.compile, which makes one graph of it."""
+    return _simple_fsdp(size, rank, compiled=True)
+
+
 def dtensor(size: str, rank: int) -> Step:
     """Replicated DTensors and a batch in shards, operator by operator: autograd and AdamW over DTensor's dispatch.
 
     DTensor has no rule for attention's CPU kernel; rows of the batch are independent there, so it runs on each rank's.
     """
     mesh = init_device_mesh("cpu", (RANKS,))
-    params = _replicated(torch_params(size), mesh)
+    params = _placed(torch_params(size), mesh, Replicate())
     leaves = _leaves(params)
     tokens, targets = (distribute_tensor(value, mesh, [Shard(0)]) for value in torch_batch(size))
     local_attend = local_map(attend, out_placements=[Shard(0)], in_placements=([Shard(0)],) * 3)
@@ -182,12 +215,12 @@ def dtensor(size: str, rank: int) -> Step:
     return step
 
 
-def _replicated(tree: Any, mesh: DeviceMesh) -> Any:
+def _placed(tree: Any, mesh: DeviceMesh, placement: Placement) -> Any:
     if isinstance(tree, dict):
-        return {name: _replicated(value, mesh) for name, value in tree.items()}
+        return {name: _placed(value, mesh, placement) for name, value in tree.items()}
     if isinstance(tree, list):
-        return [_replicated(value, mesh) for value in tree]
-    return nn.Parameter(distribute_tensor(tree, mesh, [Replicate()]))
+        return [_placed(value, mesh, placement) for value in tree]
+    return nn.Parameter(distribute_tensor(tree, mesh, [placement]))
 
 
 def _leaves(tree: Any) -> list[DTensor]:
