@@ -40,7 +40,6 @@ COMPILED = (
     "in place inside",
     "owed sums of two axes",
     "reductions",
-    "shapes of columns",
     "norms",
     "dtypes",
     "zero size",
