@@ -18,14 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from ptrainx.compile.graph import (
     IMPURE,
-    alias_roots,
     is_collective,
     is_loop,
     is_wait,
     schema_name,
     writes,
 )
-from ptrainx.compile.stage_loops import memory_shared_with_operands
+from ptrainx.compile.reuse import storage_roots
 
 __all__ = ["Region", "canonical", "cut", "is_ordinary", "put_in_place", "region_module"]
 
@@ -70,7 +69,7 @@ def cut(graph: Graph, donated: Iterable[Node] = ()) -> list[Region]:
         donated: placeholders whose memory may be taken once nobody reads it any more.
     """
     _gather_parts(graph)
-    roots = _storage_roots(graph)
+    roots = storage_roots(graph)
     found = []
     for run in _runs(graph):
         region = _region(run, roots)
@@ -147,19 +146,6 @@ def _is_view(node: Node, roots: dict[Node, int]) -> bool:
         parts = [roots.get(user) for user in node.users]
         return bool(parts) and all(part in {roots.get(n) for n in node.all_input_nodes} for part in parts)
     return roots[node] in {roots.get(n) for n in node.all_input_nodes}
-
-
-def _storage_roots(graph: Graph) -> dict[Node, int]:
-    """As `alias_roots`; a wait may give its collective's memory, and that its operand's; a loop's list of carries has
-    the first one's."""
-    roots = alias_roots(graph)
-    waits = [(node, node.args[0]) for node in graph.nodes if is_wait(node)]
-    for node, source in [*waits, *memory_shared_with_operands(graph)]:
-        if node in roots and source in roots:
-            old, new = roots[node], roots[source]
-            for other in [n for n, root in roots.items() if root == old]:
-                roots[other] = new
-    return roots
 
 
 def _last_reads(graph: Graph, roots: dict[Node, int]) -> dict[int, float]:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ptrainx.compile.graph import alias_roots, is_collective, is_wait, schema_name
 from ptrainx.compile.stage_loops import memory_shared_with_operands
 
-__all__ = ["in_place_target", "plan_reuse"]
+__all__ = ["in_place_target", "plan_reuse", "storage_roots"]
 
 _POINTWISE = {
     "add",
@@ -59,7 +59,7 @@ def plan_reuse(graph: Graph, donated: set[int]) -> dict[Node, int]:
         donated: indices of placeholders whose memory may be taken.
     """
     nodes = list(graph.nodes)
-    roots = _storage_roots(graph)
+    roots = storage_roots(graph)
     last_read = _last_reads(nodes, roots)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     kept = {roots[n] for i, n in enumerate(placeholders) if i not in donated and n in roots}
@@ -84,7 +84,7 @@ def plan_reuse(graph: Graph, donated: set[int]) -> dict[Node, int]:
     return plan
 
 
-def _storage_roots(graph: Graph) -> dict[Node, int]:
+def storage_roots(graph: Graph) -> dict[Node, int]:
     """As `alias_roots`; a wait gives its collective's memory, and a loop's list of carries has the first one's."""
     roots = alias_roots(graph)
     waits = [(node, node.args[0]) for node in graph.nodes if is_wait(node)]
