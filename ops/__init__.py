@@ -3,5 +3,6 @@
 from ptrainx.ops.accumulate import accumulate_grads
 from ptrainx.ops.debug_print import debug_print
 from ptrainx.ops.scan import scan
+from ptrainx.ops.sharding_rules import register_sharding
 
-__all__ = ["accumulate_grads", "debug_print", "scan"]
+__all__ = ["accumulate_grads", "debug_print", "register_sharding", "scan"]

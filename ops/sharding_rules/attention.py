@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+
+from ptrainx.ops.sharding_rules.registry import register_sharding
 
 __all__ = ["register_attention_rules"]
 
@@ -19,33 +20,28 @@ def register_attention_rules() -> None:
     """Registers the forward and the backward kernel's rules."""
     aten = torch.ops.aten
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
-    def forward(query: Any, key: Any, value: Any, dropout_p: Any = 0.0, is_causal: Any = False, **kwargs: Any) -> Any:
-        mask = kwargs.get("attn_mask")
-        return [_rule(3, 2, 2, p, mask) for p in (Replicate(), Shard(0), Shard(1)) if _mask_fits(mask, p)]
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    def forward(*args: Any, **kwargs: Any) -> list[Any]:
+        return _rows(2, 3, args, kwargs)
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        mask = kwargs.get("attn_mask")
-        return [_rule(6, 3, 2, p, mask) for p in (Replicate(), Shard(0), Shard(1)) if _mask_fits(mask, p)]
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    def backward(*args: Any, **kwargs: Any) -> list[Any]:
+        return _rows(3, 6, args, kwargs)
 
 
-def _rule(inputs: int, outputs: int, others: int, placement: Any, mask: Any) -> Any:
-    """One acceptable row: every tensor at `placement`; numbers and flags are no tensors, hence None."""
-    keyword = [] if mask is None else [_mask_placement(mask, placement)]
-    return [placement] * outputs, [placement] * inputs + [None] * others + keyword
+def _rows(results: int, operands: int, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """Every tensor split along the batch, or every tensor along the heads; the mask with them where it has the dim."""
+    mask = kwargs.get("attn_mask")
+    if mask is not None and mask.ndim not in (2, 4):
+        return []
+    rest = [None] * (len(args) - operands)
+    return [
+        ([split] * results, [split] * operands + rest + [_mask_placement(split, value) for value in kwargs.values()])
+        for split in (Shard(0), Shard(1))
+    ]
 
 
-def _mask_shape(mask: Any) -> tuple[int, ...]:
-    return tuple(mask.tensor_meta.shape if hasattr(mask, "tensor_meta") else mask.shape)
-
-
-def _mask_placement(mask: Any, placement: Any) -> Any:
-    shape = _mask_shape(mask)
-    if isinstance(placement, Shard) and len(shape) == 4 and shape[placement.dim] > 1:
-        return placement
-    return Replicate()
-
-
-def _mask_fits(mask: Any, placement: Any) -> bool:
-    return mask is None or len(_mask_shape(mask)) in (2, 4)
+def _mask_placement(split: Shard, mask: Any) -> Any:
+    if not hasattr(mask, "shape"):
+        return None
+    return split if mask.ndim == 4 and mask.shape[split.dim] > 1 else Replicate()

@@ -14,6 +14,7 @@ from typing import Any
 from ptrainx.core import torch_compat as tc
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.virtual import VirtualDeviceMesh, next_uid
+from ptrainx.ops.sharding_rules import rules_version
 
 __all__ = ["TraceDeviceMesh", "remembered_propagation", "trace_view"]
 
@@ -48,10 +49,10 @@ def remembered_propagation(view: TraceDeviceMesh) -> Iterator[None]:
     """
     propagator = tc.sharding_propagator()
     original = propagator.propagate_op_sharding_non_cached
-    shaped = propagator.op_to_shape_and_stride_idx
+    shaped, version = propagator.op_to_shape_and_stride_idx, rules_version()
 
     def propagate(schema: Any) -> Any:
-        key = (schema, view._rank if schema.op in shaped else None)
+        key = (schema, view._rank if schema.op in shaped else None, version)
         try:
             found = view.propagated.get(key)
         except TypeError:

@@ -1,0 +1,47 @@
+"""Private torch names about sharding rules: what DTensor knows of an operator, replaced by another rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.experimental import register_sharding
+
+from ptrainx.core.avals import ShapeDtypeStruct
+
+__all__ = ["set_rule"]
+
+Rows = Sequence[tuple[list[Any], list[Any]]]
+
+
+def set_rule(operator: Any, rule: Callable[..., Rows]) -> None:
+    """Makes `rule` the only thing that DTensor knows of an operator.
+
+    Args:
+        operator: an ATen or custom operator's overload.
+        rule: takes the operator's arguments, tensors as `ShapeDtypeStruct`s; returns rows of (output placements, input
+            placements), None for an argument that is no tensor.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    # torch looks for these before it looks for what is registered here.
+    dispatcher._custom_op_handlers.pop(operator, None)
+    for table in ("op_single_dim_strategy_funcs", "op_to_schema_info_for_single_dim_strategy", "op_to_rules"):
+        getattr(propagator, table, {}).pop(operator, None)
+    register_sharding(operator)(lambda *args, **kwargs: rule(*_shapes(args), **_shapes(kwargs)))  # type: ignore[no-untyped-call]
+    propagator.propagate_op_sharding.cache_clear()
+    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear_fast_path is not None:
+        clear_fast_path()
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, DTensorSpec):
+        meta: Any = value.tensor_meta
+        return ShapeDtypeStruct(tuple(meta.shape), meta.dtype)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_shapes(v) for v in value)
+    return {k: _shapes(v) for k, v in value.items()} if isinstance(value, dict) else value
