@@ -45,10 +45,12 @@ def register_sharding(*operators: Any) -> Callable[[Callable[..., Sequence[Row]]
         InputError: something that is no operator's overload.
         SpecError: when the rule is used: a row with more placements than the operator has arguments or results.
 
-    >>> from torch.distributed.tensor import Shard
+    >>> import torch
+    >>> from torch.distributed.tensor import Partial, Shard
     >>> @register_sharding(torch.ops.aten.cumsum.default)
     ... def cumsum(x, dim, **kwargs):
-    ...     return [(Shard(i), [Shard(i)]) for i in range(x.ndim) if i != dim % x.ndim]
+    ...     split = [(Shard(i), [Shard(i)]) for i in range(x.ndim) if i != dim % x.ndim]
+    ...     return [*split, (Partial(), [Partial()])]
     """
     for operator in operators:
         if not hasattr(operator, "_schema"):

@@ -31,7 +31,7 @@ def set_rule(operator: Any, rule: Callable[..., Rows]) -> None:
     dispatcher._custom_op_handlers.pop(operator, None)
     for table in ("op_single_dim_strategy_funcs", "op_to_schema_info_for_single_dim_strategy", "op_to_rules"):
         getattr(propagator, table, {}).pop(operator, None)
-    register_sharding(operator)(lambda *args, **kwargs: rule(*_shapes(args), **_shapes(kwargs)))  # type: ignore[no-untyped-call]
+    register_sharding(operator)(lambda *args, **kwargs: rule(*_shapes(args), **_shapes(kwargs)))
     propagator.propagate_op_sharding.cache_clear()
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear_fast_path is not None:
