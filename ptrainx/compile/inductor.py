@@ -13,6 +13,9 @@ import functools
 import hashlib
 import operator
 import os
+import pickle
+import platform
+import sys
 import threading
 import time
 import warnings
@@ -31,13 +34,19 @@ from ptrainx.compile.graph import loops_of
 from ptrainx.compile.regions import Region, canonical, cut, put_in_place, region_module
 from ptrainx.compile.stage_loops import stage_loop
 from ptrainx.compile.trace import RankGraph
-from ptrainx.core import flags
+from ptrainx.core import flags, torch_compat_code
 from ptrainx.core import torch_compat as tc
 
 __all__ = ["CompileReport", "CompiledRegion", "FallbackWarning", "compile_regions", "no_compiler"]
 
 aten = torch.ops.aten
-_CODE = ("compile/inductor.py", "compile/regions.py", "compile/lowerings.py", "core/torch_compat_inductor.py")
+_CODE = (
+    "compile/inductor.py",
+    "compile/regions.py",
+    "compile/lowerings.py",
+    "core/torch_compat_code.py",
+    "core/torch_compat_inductor.py",
+)
 _KIND = "regions"
 
 
@@ -77,7 +86,7 @@ class CompiledRegion:
     on what the graph says, so the first call looks, and such outputs are copied from then on.
 
     Args:
-        code: what `torch_compat_inductor` gave.
+        code: has a `current_callable` that takes a list of tensors, which it empties.
         region: what was compiled.
     """
 
@@ -136,6 +145,37 @@ _known: weakref.WeakValueDictionary[str, CompiledRegion] = weakref.WeakValueDict
 _lock = threading.Lock()
 
 
+@dataclasses.dataclass
+class _Work:
+    """What the regions of one graph share.
+
+    Attributes:
+        fake_mode: of the graph's values.
+        report: counts what is done.
+        cache: where code is found and kept.
+        settings: left when the work is done.
+    """
+
+    fake_mode: Any
+    report: CompileReport
+    cache: DiskCache
+    settings: contextlib.ExitStack
+
+    @property
+    def folder(self) -> Path:
+        """Of Inductor's files."""
+        return self.cache.subfolder("inductor")
+
+    @functools.cached_property
+    def inductor(self) -> Any:
+        """Inductor with our settings, from the first use on: importing it takes a second, and code that is in the
+        cache folder seldom needs it."""
+        from ptrainx.core import torch_compat_inductor as inductor
+
+        self.settings.enter_context(inductor.inductor_settings(str(self.folder), _threads()))
+        return inductor
+
+
 def compile_regions(graph: RankGraph, donated: Sequence[int], report: CompileReport) -> None:
     """Puts compiled regions into a rank's graph, and into the pieces of its loops.
 
@@ -144,84 +184,85 @@ def compile_regions(graph: RankGraph, donated: Sequence[int], report: CompileRep
         donated: indices of placeholders whose memory may be given to results.
         report: counts what is done.
     """
-    # Importing Inductor takes a second.
-    from ptrainx.core import torch_compat_inductor as inductor
-
     begun = time.perf_counter()
-    cache = open_cache()
-    with _lock, inductor.inductor_settings(str(cache.subfolder("inductor")), _threads()):
-        _compile_module(graph.module, set(donated), graph.fake_mode, report, cache)
+    with _lock, contextlib.ExitStack() as settings:
+        _compile_module(graph.module, set(donated), _Work(graph.fake_mode, report, open_cache(), settings))
     report.seconds += time.perf_counter() - begun
 
 
-def _compile_module(
-    module: GraphModule, donated: set[int], fake_mode: Any, report: CompileReport, cache: DiskCache
-) -> None:
+def _compile_module(module: GraphModule, donated: set[int], work: _Work) -> None:
     for loop in loops_of(module.graph):
         # Where `lower` finds them.
         staged = loop.node.meta["staged"] = stage_loop(loop.node)
         for piece, owned in ((staged.ahead, ()), (staged.core, staged.owned), (staged.late, ())):
             if piece is not None:
-                _compile_module(piece, set(owned), fake_mode, report, cache)
+                _compile_module(piece, set(owned), work)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     # The last first: a region's outputs are inputs of later ones.
     for region in reversed(cut(module.graph, [n for i, n in enumerate(placeholders) if i in donated])):
-        target = _compiled(region, module, fake_mode, report, cache)
+        target = _compiled(region, module, work)
         if target is not None:
             put_in_place(module.graph, region, target)
     module.graph.lint()
     module.recompile()
 
 
-def _compiled(
-    region: Region, owner: GraphModule, fake_mode: Any, report: CompileReport, cache: DiskCache
-) -> CompiledRegion | None:
+def _compiled(region: Region, owner: GraphModule, work: _Work) -> CompiledRegion | None:
     key = hashlib.blake2b(f"{_surroundings()}\n{canonical(region)}".encode(), digest_size=20).hexdigest()
     known = _known.get(key)
-    report.regions += 1
+    work.report.regions += 1
     if known is not None:
         return known
-    code = _load(key, region, report, cache)
+    code = _load(key, region, work)
     if code is None:
-        code = _make(key, region, owner, fake_mode, report, cache)
+        code = _make(key, region, owner, work)
     if code is None:
-        report.regions -= 1
-        report.failed += 1
+        work.report.regions -= 1
+        work.report.failed += 1
         return None
     found = CompiledRegion(code, region)
     _known[key] = found
     return found
 
 
-def _load(key: str, region: Region, report: CompileReport, cache: DiskCache) -> Any:
+def _load(key: str, region: Region, work: _Work) -> Any:
     """A region's code from the cache folder; None if it is not there, or can't be read."""
-    from ptrainx.core import torch_compat_inductor as inductor
-
-    data = cache.read(_KIND, key)
+    data = work.cache.read(_KIND, key)
     if data is None:
         return None
     try:
-        code = inductor.from_bytes(data, [node.meta["val"] for node in region.inputs])
+        alone, whole = pickle.loads(data)
+        code = _load_alone(alone, work) or work.inductor.from_bytes(whole, [n.meta["val"] for n in region.inputs])
     except Exception as error:
         flags.log("cache", f"an entry is made again: {error}")
         return None
-    report.from_disk += 1
+    work.report.from_disk += 1
     return code
 
 
-def _make(key: str, region: Region, owner: GraphModule, fake_mode: Any, report: CompileReport, cache: DiskCache) -> Any:
-    """A region's code, compiled and kept; None, with a warning, if Inductor can't."""
-    from ptrainx.core import torch_compat_inductor as inductor
-
+def _load_alone(alone: bytes | None, work: _Work) -> Any:
+    """A region's code without Inductor; None where its machine code has to be found or made by Inductor."""
+    if alone is None:
+        return None
     try:
-        with inductor.headers_ahead() if _needs_headers(region) else contextlib.nullcontext():
-            code = _compile(region, owner, fake_mode)
+        return torch_compat_code.load(alone, work.folder)
+    except Exception as error:
+        flags.log("cache", f"Inductor looks for an entry's machine code: {error}")
+        return None
+
+
+def _make(key: str, region: Region, owner: GraphModule, work: _Work) -> Any:
+    """A region's code, compiled and kept; None, with a warning, if Inductor can't."""
+    try:
+        with work.inductor.headers_ahead() if _needs_headers(region) else contextlib.nullcontext():
+            code = _compile(region, owner, work)
     except Exception as error:
         _tell_failure(region, error)
         return None
-    report.compiled += 1
+    work.report.compiled += 1
     try:
-        cache.write(_KIND, key, inductor.to_bytes(code))
+        alone = torch_compat_code.standalone(code, work.folder) if _needs_headers(region) else None
+        work.cache.write(_KIND, key, pickle.dumps((alone, work.inductor.to_bytes(code))))
     except Exception as error:
         flags.log("cache", f"an entry can't be kept: {error}")
     return code
@@ -231,24 +272,23 @@ def _needs_headers(region: Region) -> bool:
     return all(node.meta["val"].device.type == "cpu" for node in region.outputs)
 
 
-def _compile(region: Region, owner: GraphModule, fake_mode: Any) -> Any:
+def _compile(region: Region, owner: GraphModule, work: _Work) -> Any:
     # Importing this registers our operators with Inductor.
     from ptrainx.compile.lowerings import settle_scalars
-    from ptrainx.core import torch_compat_inductor as inductor
 
     inputs = [node.meta["val"] for node in region.inputs]
     module = region_module(region, owner)
-    with torch.fx.traceback.preserve_node_meta(False), fake_mode, torch.no_grad():
+    with torch.fx.traceback.preserve_node_meta(False), work.fake_mode, torch.no_grad():
         traced = make_fx(
             functionalize(torch.fx.Interpreter(module).run),
-            decomposition_table=inductor.decompositions(),
+            decomposition_table=work.inductor.decompositions(),
             tracing_mode="real",
         )(*inputs)
     _write_overwrites(traced, region)
     settle_scalars(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.recompile()
-    return inductor.compile_graph(traced, inputs, fake_mode)
+    return work.inductor.compile_graph(traced, inputs, work.fake_mode)
 
 
 def _write_overwrites(module: GraphModule, region: Region) -> None:
@@ -277,9 +317,7 @@ def _tell_failure(region: Region, error: Exception) -> None:
 
 def no_compiler(device: torch.device) -> str | None:
     """What Inductor would need on a device and does not find; None if all is there."""
-    from ptrainx.core import torch_compat_inductor as inductor
-
-    return inductor.compiler_problem(device.type)
+    return torch_compat_code.compiler_problem(device.type)
 
 
 def _threads() -> int:
@@ -291,9 +329,21 @@ def _threads() -> int:
 
 def _surroundings() -> str:
     """Everything but the region itself that its code depends on."""
-    from ptrainx.core import torch_compat_inductor as inductor
+    versions = f"{torch.__version__} {sys.implementation.cache_tag}"
+    return f"{versions} {_processor()} {torch.get_num_threads()} threads, code {code_version()}"
 
-    return f"{torch.__version__} {inductor.processor_flags()} {torch.get_num_threads()} threads, code {code_version()}"
+
+@functools.cache
+def _processor() -> str:
+    """The instructions that there are, and the widest that torch uses: what Inductor compiles for."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            # "flags" on x86, "Features" on Arm.
+            lines = {line.partition(":")[2].strip() for line in info if line.startswith(("flags", "Features"))}
+    except OSError:
+        lines = {platform.processor()}
+    digest = hashlib.blake2b(repr(sorted(lines)).encode(), digest_size=12).hexdigest()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {digest}"
 
 
 @functools.cache

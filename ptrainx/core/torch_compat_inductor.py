@@ -24,10 +24,9 @@ with contextlib.ExitStack() as _stack:
     _stack.callback(
         lambda: os.environ.pop("TORCH_WARM_POOL") if _before is None else os.environ.update(TORCH_WARM_POOL=_before)
     )
-    from torch._inductor import codecache, cpp_builder, exc
+    from torch._inductor import codecache
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.ir import Pointwise
     from torch._inductor.lowering import fallback_handler, permute, register_lowering
@@ -35,12 +34,10 @@ with contextlib.ExitStack() as _stack:
     from torch._inductor.virtualized import ops
 
 from torch._guards import TracingContext, tracing
-from torch.utils._triton import has_triton
 
 __all__ = [
     "Pointwise",
     "compile_graph",
-    "compiler_problem",
     "decompositions",
     "fallback_handler",
     "from_bytes",
@@ -49,7 +46,6 @@ __all__ = [
     "inductor_settings",
     "ops",
     "permute",
-    "processor_flags",
     "register_lowering",
     "to_bytes",
 ]
@@ -154,22 +150,6 @@ def from_bytes(data: bytes, inputs: Sequence[torch.Tensor]) -> Compiled:
         if find is not None:
             codecache._precompile_header = find
     return compiled
-
-
-def compiler_problem(device: str) -> str | None:
-    """What Inductor lacks to compile for a kind of device; None if it has all."""
-    if device != "cpu" and not has_triton():
-        return f"Triton, which compiles for {device}, is not installed"
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
-        return "there is no C++ compiler (g++ or clang++, or the one that CXX names)"
-    return None
-
-
-def processor_flags() -> str:
-    """The vector instructions that Inductor compiles for."""
-    return str(pick_vec_isa())
 
 
 def index_loader(value: Any) -> Callable[[int], Any]:
