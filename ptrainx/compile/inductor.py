@@ -232,7 +232,10 @@ def _load(key: str, region: Region, work: _Work) -> Any:
         return None
     try:
         alone, whole = pickle.loads(data)
-        code = _load_alone(alone, work) or work.inductor.from_bytes(whole, [n.meta["val"] for n in region.inputs])
+        code = _load_alone(alone, work)
+        if code is None:
+            code = work.inductor.from_bytes(whole, [node.meta["val"] for node in region.inputs])
+            _keep(key, region, code, whole, work)
     except Exception as error:
         flags.log("cache", f"an entry is made again: {error}")
         return None
@@ -261,11 +264,17 @@ def _make(key: str, region: Region, owner: GraphModule, work: _Work) -> Any:
         return None
     work.report.compiled += 1
     try:
-        alone = torch_compat_code.standalone(code, work.folder) if _needs_headers(region) else None
-        work.cache.write(_KIND, key, pickle.dumps((alone, work.inductor.to_bytes(code))))
+        _keep(key, region, code, work.inductor.to_bytes(code), work)
     except Exception as error:
         flags.log("cache", f"an entry can't be kept: {error}")
     return code
+
+
+def _keep(key: str, region: Region, code: Any, whole: bytes, work: _Work) -> None:
+    """Writes an entry: the code in the form that needs no Inductor, or None, and as Inductor reads it."""
+    alone = torch_compat_code.standalone(code, work.folder) if _needs_headers(region) else None
+    if alone is not None or work.cache.read(_KIND, key) is None:
+        work.cache.write(_KIND, key, pickle.dumps((alone, whole)))
 
 
 def _needs_headers(region: Region) -> bool:

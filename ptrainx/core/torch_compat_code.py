@@ -64,14 +64,15 @@ def load(data: bytes, folder: Path) -> Standalone:
     """What `standalone` was given, ready to be called.
 
     Raises:
-        OSError, ImportError, ValueError: a library is not there, or no longer what it was.
+        OSError, ImportError, ValueError: a library is not there, or no longer what it was; that one is removed.
     """
     parts = json.loads(data)
     names = _provided()
     for name, (module, file, digest) in parts["kernels"].items():
         path = folder / file
         if _digest(path) != digest:
-            raise ValueError(f"{path} has changed")
+            path.unlink()  # Or Inductor would take it as it is.
+            raise ValueError(f"{path} had changed")
         names[name] = getattr(_library(module, path), module.rpartition(".")[2])
     exec(compile(parts["source"], f"<compiled code in {folder}>", "exec"), names)
     return Standalone(names[parts["class"]](partitions=[]).call)
@@ -79,7 +80,7 @@ def load(data: bytes, folder: Path) -> Standalone:
 
 def _provided() -> dict[str, Any]:
     """The names that generated code finds outside its class, beside its kernels."""
-    guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    guards: Any = torch._C._dynamo.guards
     tensors = {
         "assert_alignment": "assert_alignment",
         "assert_size_stride": "assert_size_stride",

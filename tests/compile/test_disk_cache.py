@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import shutil
 import stat
 import subprocess
 import sys
@@ -146,7 +148,8 @@ torch.testing.assert_close(a, (x * scale + 2).tanh())
 torch.testing.assert_close(b, (x - scale).exp().sum(0))
 (compiled,) = step._cache.values()
 report = compiled.kernels().regions
-print(json.dumps([report.regions, report.compiled, report.from_disk, report.failed]))
+numbers = [report.regions, report.compiled, report.from_disk, report.failed]
+print(json.dumps([*numbers, "torch._inductor.compile_fx" in sys.modules]))
 """
 
 
@@ -162,6 +165,7 @@ def start(folder: Path, scale: float, *more: str) -> subprocess.Popen[str]:
 
 
 def result_of(process: subprocess.Popen[str]) -> list[int]:
+    """[regions, compiled, from the cache folder, failed, whether Inductor was imported]."""
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     return json.loads(output.splitlines()[-1])
@@ -171,15 +175,13 @@ def result_of(process: subprocess.Popen[str]) -> list[int]:
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder in which one process has compiled."""
     folder = tmp_path_factory.mktemp("filled") / "cache"
-    regions, compiled, from_disk, failed = result_of(start(folder, 0.5))
-    assert regions == compiled == 1
-    assert from_disk == failed == 0
+    assert result_of(start(folder, 0.5)) == [1, 1, 0, 0, True]
     return folder
 
 
 def test_a_second_process_finds_what_the_first_has_compiled(filled: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in filled.rglob("*.so")}
-    assert result_of(start(filled, 0.5)) == [1, 0, 1, 0]
+    assert result_of(start(filled, 0.5)) == [1, 0, 1, 0, False]  # and does not even import Inductor
     assert {file: file.stat().st_mtime_ns for file in filled.rglob("*.so")} == before
 
 
@@ -199,7 +201,18 @@ def test_two_processes_compile_one_program_at_a_time(filled: Path) -> None:
         process.stdin.write("go\n")
         process.stdin.flush()
     assert [result_of(process)[3] for process in both] == [0, 0]
-    assert result_of(start(filled, 0.75)) == [1, 0, 1, 0]
+    assert result_of(start(filled, 0.75)) == [1, 0, 1, 0, False]
+
+
+def test_machine_code_that_has_changed_is_made_again(filled: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(filled, folder)
+    for entry in (folder / "regions").iterdir():
+        alone, _ = pickle.loads(DiskCache(folder).read("regions", entry.name) or b"")
+        for _, library, _ in json.loads(alone)["kernels"].values():
+            (folder / "inductor" / library).write_bytes(b"damaged")
+    assert result_of(start(folder, 0.5)) == [1, 0, 1, 0, True]
+    assert result_of(start(folder, 0.5)) == [1, 0, 1, 0, False]
 
 
 @contextlib.contextmanager
