@@ -58,9 +58,7 @@ class Channel:
         out = x if owned and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         if self.size == 1:
             return Pending(out)
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = _OPS["sum" if op == "avg" else op]
-        work = self.group.allreduce([out], options)
+        work = self.group.allreduce([out], _all_reduce_options(op))
         return Pending(out, work, (lambda t: t / self.size) if op == "avg" else None)
 
     def all_gather_into_tensor(self, x: torch.Tensor, group_size: int) -> Pending:
@@ -111,6 +109,13 @@ class Channel:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(source), 0
         return Pending(out, self.group.broadcast([out], options))
+
+
+@functools.cache
+def _all_reduce_options(op: str) -> Any:
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = _OPS["sum" if op == "avg" else op]
+    return options
 
 
 def _reduce_parts(parts: torch.Tensor, op: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ A donated tensor keeps its shape, dtype and identity, so that it prints as what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -71,9 +72,14 @@ class _Donated:
 
 
 class DonatedDTensor(_Donated, DTensor):  # type: ignore[misc]
-    """A placed value after its donation."""
+    """A placed value after its donation.
+
+    Its name stands where its local tensor was: a step has thousands of leaves, and an attribute of its own would cost
+    each of them a dictionary.
+    """
 
     __torch_function__ = _Donated.__torch_function__
+    _donated_as = property(lambda self: self._local_tensor)
 
 
 class DonatedTensor(_Donated, torch.Tensor):  # type: ignore[misc]
@@ -104,14 +110,19 @@ def retire(leaves: Sequence[Any], names: Sequence[tuple[int, str]]) -> None:
         leaf = leaves[i]
         if type(leaf) is DTensor or isinstance(leaf, DTensor):
             leaf.__class__ = DonatedDTensor
-            leaf._local_tensor = None  # type: ignore[assignment]
+            leaf._local_tensor = called  # type: ignore[assignment]
         elif type(leaf) in (torch.Tensor, torch.nn.Parameter):
             # It keeps its shape and dtype, over a single element of memory.
-            leaf.data = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+            element = _element(leaf.dtype, leaf.device)
+            leaf.data = element if leaf.ndim == 0 else element.expand(leaf.shape)
             leaf.__class__ = DonatedTensor
-        else:
-            continue
-        leaf._donated_as = called
+            leaf._donated_as = called
+
+
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What all plain donated values of a dtype have for memory: nobody reads it."""
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def donated_names(program: Program) -> list[tuple[int, str]]:

@@ -84,7 +84,7 @@ class Executable:
             if self.simulated:
                 return self._call_simulated(leaves)
             args = [
-                leaf._local_tensor if isinstance(leaf, DTensor) else shard(leaf, 0)
+                leaf._local_tensor if type(leaf) is DTensor or isinstance(leaf, DTensor) else shard(leaf, 0)
                 for leaf, shard in zip(leaves, self.shards)
             ]
             args.extend([_local(c) for c in self.captures[0]])
@@ -95,10 +95,7 @@ class Executable:
                 self._take(leaves, args)
                 retire(leaves, self.donated_names)
             outs = self.step(args)
-        return px_tree.unflatten(
-            self.out_tree,
-            [out if spec is None else tc.wrap_local(out, spec) for out, spec in zip(outs, self.out_specs)],
-        )
+        return px_tree.unflatten(self.out_tree, tc.wrap_locals(outs, self.out_specs))
 
     def _check_first(self, args: list[Locals]) -> None:
         """Calls `before_first` with each rank's local tensors; once, unless it raises."""
@@ -111,18 +108,16 @@ class Executable:
 
         Counting who sees a leaf's memory settles most of them; only where somebody else does, all leaves are compared.
         """
-        doubtful, shared = [], False
+        doubtful = [self.donated[k] for k in tc.with_shared_storage([args[i] for i in self.donated])]
+        shared = any(isinstance(leaves[i], DTensor) for i in doubtful)
         seen: set[int] = set()
         for i in self.donated:
-            if isinstance(leaves[i], DTensor):
-                if tc.storage_users(args[i]) > 1:
-                    doubtful.append(i)
-                    shared = True
-            else:
-                doubtful.append(i)
+            if type(leaves[i]) is not DTensor and not isinstance(leaves[i], DTensor):
                 storage = tc.storage_id(args[i])
                 shared = shared or storage in seen or tc.storage_users(args[i]) > 2
                 seen.add(storage)
+                if i not in doubtful:
+                    doubtful.append(i)
         if shared:
             check_donation(leaves, self.donated, self.program)
         for i in doubtful:

@@ -62,7 +62,8 @@ class SharedMemoryGroup:
         combine, flat = _combine(options), x.view(-1)
 
         def take(start: int, parts: list[torch.Tensor]) -> None:
-            out = flat[start : start + parts[0].numel()]
+            count = parts[0].numel()
+            out = flat if count == flat.numel() else flat[start : start + count]
             if len(parts) == 2:
                 combine(parts[0], parts[1], out=out)
                 return

@@ -32,6 +32,7 @@ _LINE = 16  # int64s of a counter's cache lines
 _PUBLISHED, _TAKEN, _PID, _KINDS = range(4)  # lines of a rank's header
 _HEADER = 4 * _LINE * 8  # bytes of a rank's header
 _ALIVE_EVERY_S = 0.2
+_SIZES_KEPT = 256  # sizes of chunks whose views are kept
 
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _CODES = {name: code for code, name in enumerate(_NAMES)}
@@ -64,6 +65,12 @@ class _Work:
         self.published = self.taken = 0
         self.done = False
 
+    def chunk(self, number: int) -> torch.Tensor:
+        """The elements of a chunk."""
+        if self.total == 1:
+            return self.flat
+        return self.flat[number * self.per_chunk : (number + 1) * self.per_chunk]
+
     def wait(self) -> None:
         """Returns when the result is there."""
         if not self.done:
@@ -84,6 +91,11 @@ class Segment:
         self.counters[(me * 4 + _PID) * _LINE] = os.getpid()
         self.next = 0
         self.queue: collections.deque[_Work] = collections.deque()
+        # What was last read of the others' counters, which only grow: chunks before these numbers have free slots, and
+        # are there from everybody.
+        self.free_until, self.there_until = SLOTS, 0
+        self.unpublished = 0  # chunks of what is under way
+        self.parts: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
 
     def start(self, name: str, flat: torch.Tensor, take: Callable[[int, list[torch.Tensor]], None]) -> _Work:
         """Starts a collective.
@@ -95,6 +107,7 @@ class Segment:
         """
         work = _Work(self, name, self.next, flat, take)
         self.next += work.total
+        self.unpublished += work.total
         self.queue.append(work)
         self._publish()
         return work
@@ -121,17 +134,21 @@ class Segment:
             time.sleep(min(1e-3, (now - begin) / 50))
 
     def _publish(self) -> bool:
+        if not self.unpublished:
+            return False
         moved = False
         counters = self.counters
         for work in self.queue:
             while work.published < work.total:
                 number = work.first + work.published
-                if number >= SLOTS and min(counters[at] for at in self.taken_at) < number - SLOTS + 1:
-                    return moved
-                begin = work.published * work.per_chunk
-                part = work.flat[begin : begin + work.per_chunk]
-                self._part(self.me, number, part).copy_(part)
+                if number >= self.free_until:
+                    self.free_until = min([counters[at] for at in self.taken_at]) + SLOTS
+                    if number >= self.free_until:
+                        return moved
+                part = work.chunk(work.published)
+                self._parts(number, part)[self.me].copy_(part)
                 work.published += 1
+                self.unpublished -= 1
                 counters[self.kinds_at[self.me] + number % SLOTS] = work.kind
                 counters[self.published_at[self.me]] = number + 1
                 moved = True
@@ -141,14 +158,15 @@ class Segment:
         if not self.queue:
             return False
         work = self.queue[0]
-        number = work.first + work.taken
-        if min(self.counters[at] for at in self.published_at) <= number:
-            return False
-        if any(self.counters[at + number % SLOTS] != work.kind for at in self.kinds_at):
-            self._refuse_mixture(work, number)
-        begin = work.taken * work.per_chunk
-        like = work.flat[begin : begin + work.per_chunk]
-        work.take(begin, [self._part(rank, number, like) for rank in range(self.n)])
+        number, counters = work.first + work.taken, self.counters
+        if number >= self.there_until:
+            self.there_until = min([counters[at] for at in self.published_at])
+            if number >= self.there_until:
+                return False
+        for at in self.kinds_at:
+            if counters[at + number % SLOTS] != work.kind:
+                self._refuse_mixture(work, number)
+        work.take(work.taken * work.per_chunk, self._parts(number, work.chunk(work.taken)))
         work.taken += 1
         self.counters[self.taken_at[self.me]] = number + 1
         if work.taken == work.total:
@@ -156,10 +174,17 @@ class Segment:
             self.queue.popleft()
         return True
 
-    def _part(self, rank: int, number: int, like: torch.Tensor) -> torch.Tensor:
-        """The part of a slot that holds a chunk's elements."""
-        size = like.numel() * like.element_size()
-        return self.slots[rank][number % SLOTS, :size].view(like.dtype)
+    def _parts(self, number: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each rank's slot that holds a chunk's elements."""
+        key = like.dtype, like.numel()
+        slots = self.parts.get(key)
+        if slots is None:
+            if len(self.parts) >= _SIZES_KEPT:
+                self.parts.clear()
+            size = like.numel() * like.element_size()
+            slots = [[ring[slot, :size].view(like.dtype) for ring in self.slots] for slot in range(SLOTS)]
+            self.parts[key] = slots
+        return slots[number % SLOTS]
 
     def _refuse_mixture(self, work: _Work, number: int) -> None:
         said = []

@@ -6,6 +6,8 @@ a test for each behaviour relied on.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,7 +79,9 @@ __all__ = [
     "storage_users",
     "tracing",
     "unset_fake_temporarily",
+    "with_shared_storage",
     "wrap_local",
+    "wrap_locals",
 ]
 
 
@@ -139,6 +143,14 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec, cls: Any = DTensor, requi
     return cls.__new__(cls, local, spec, requires_grad=requires_grad)
 
 
+def wrap_locals(locals_: list[torch.Tensor], specs: Sequence[DTensorSpec | None]) -> list[Any]:
+    """`wrap_local` of each; one whose spec is None stays as it is."""
+    new = DTensor.__new__
+    return [
+        local if spec is None else new(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs)
+    ]
+
+
 def set_redistribute_hook(hook: Any) -> Any:
     """Replaces the dispatcher's redistribution of an operator's arguments: the communication that is implied.
 
@@ -174,10 +186,20 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+_CDATA = operator.attrgetter("_cdata")
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors see a tensor's storage, this one included."""
     # The storage object that asks is one more.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+
+
+def with_shared_storage(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Indices of those whose storage other tensors see too."""
+    # In one expression, so that each storage object goes before the next one comes, on the same memory.
+    counts = list(map(torch._C._storage_Use_Count, map(_CDATA, map(torch.Tensor.untyped_storage, tensors))))
+    return [i for i, count in enumerate(counts) if count > 2] if max(counts, default=0) > 2 else []
 
 
 def numeric_defaults() -> tuple[Any, ...]:

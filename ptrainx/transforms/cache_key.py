@@ -15,7 +15,37 @@ from ptrainx.compile.donation import is_donated, refuse
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor
 from ptrainx.core.errors import InputError
 
-__all__ = ["leaf_key", "parameter_names", "positions_of", "typed", "what_changed"]
+__all__ = ["ProgramCache", "leaf_key", "leaf_keys", "parameter_names", "positions_of", "typed", "what_changed"]
+
+
+class ProgramCache(dict[Any, Any]):
+    """Key -> program, with the last one that was found at hand.
+
+    The specs that a step returns are the same objects at every call, so the keys of two calls in turn mostly compare by
+    identity. A lookup would hash every spec, and compare those that came in first by value, which takes longer than
+    all else that a call does for a leaf.
+    """
+
+    _last: tuple[Any, Any] = (None, None)
+
+    def find(self, key: Any) -> Any:
+        """The program of a key, or None."""
+        last, program = self._last
+        if key == last:
+            return program
+        program = self.get(key)
+        if program is not None:
+            self._last = (key, program)
+        return program
+
+    def clear(self) -> None:
+        """Forgets all programs."""
+        super().clear()
+        self._last = (None, None)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._last = (None, None)
 
 
 def typed(value: Any) -> Any:
@@ -28,8 +58,6 @@ _SCALARS: dict[type, Any] = {bool: ((), torch.bool), int: ((), torch.int64)}
 
 def leaf_key(leaf: Any) -> Any:
     """What of a leaf a compiled program depends on. Placed values: their spec; others: shape and dtype."""
-    if type(leaf) is DTensor:
-        return leaf._spec
     if isinstance(leaf, DTensor):
         if is_donated(leaf):
             refuse(leaf)
@@ -48,6 +76,11 @@ def leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return tuple(leaf.shape), _torch_dtype(leaf.dtype)
     return kind
+
+
+def leaf_keys(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """`leaf_key` of each leaf; placed ones, of which there are most, without a call."""
+    return tuple([leaf._spec if type(leaf) is DTensor else leaf_key(leaf) for leaf in leaves])
 
 
 @functools.cache

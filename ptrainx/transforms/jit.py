@@ -31,7 +31,7 @@ from ptrainx.mesh.partition_spec import P, PartitionSpec
 from ptrainx.mesh.placement import check_spec, spec_of, trace_placements
 from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh, same_mesh
-from ptrainx.transforms.cache_key import leaf_key, parameter_names, positions_of, typed, what_changed
+from ptrainx.transforms.cache_key import ProgramCache, leaf_keys, parameter_names, positions_of, typed, what_changed
 from ptrainx.transforms.grad import any_differentiated
 from ptrainx.transforms.reshard import reshard
 from ptrainx.transforms.successors import tell_misplaced_successors
@@ -117,7 +117,7 @@ class JitFunction:
         self.max_implicit_bytes = max_implicit_bytes
         if self.static & self.donate:
             raise InputError(f"{self.name}: argument {min(self.static & self.donate)} is both static and donated")
-        self._cache: dict[Any, Any] = {}
+        self._cache = ProgramCache()
         self._parameters = parameter_names(fn)
         self._static_names = {self._called(i) for i in self.static}
 
@@ -132,7 +132,7 @@ class JitFunction:
         if any_differentiated(leaves) or tc.FakeTensor in set(map(type, leaves)):
             return self._inside_another_transform(args, kwargs, leaves)
         key, mesh = self._key(leaves, treedef, static)
-        compiled = self._cache.get(key)
+        compiled = self._cache.find(key)
         if compiled is None:
             compiled = self._compile(key, args, kwargs, mesh, leaves)
         elif flags.check_inputs() and is_shared(mesh):
@@ -166,7 +166,7 @@ class JitFunction:
     def _key(self, leaves: list[Any], treedef: Any, static: tuple) -> tuple[Any, AbstractMesh]:
         """(what the program of a call is found by, its mesh)."""
         mesh = self.mesh or default_mesh(leaves)
-        return (treedef, tuple([leaf_key(leaf) for leaf in leaves]), static, mesh, tc.numeric_defaults()), mesh
+        return (treedef, leaf_keys(leaves), static, mesh, tc.numeric_defaults()), mesh
 
     def _inline(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call inside another jitted function: its specs constrain, its mesh has to be the same."""
