@@ -75,3 +75,33 @@ def test_values_placed_alike_have_one_spec() -> None:
 def test_a_fake_argument_is_traced_through() -> None:
     step = px.jit(lambda x: x * 2, mesh=px.make_mesh(data=1))
     assert px.eval_shape(step, torch.ones(2, 3)) == px.ShapeDtypeStruct((2, 3), torch.float32)
+
+
+def test_programs_are_found_again_in_any_order_until_they_are_forgotten() -> None:
+    traced = []
+
+    def fn(x: Any) -> Any:
+        traced.append(tuple(x.shape))
+        return x + 1
+
+    step = px.jit(fn, mesh=px.make_mesh(data=1))
+    for n in (2, 3, 2, 2, 3):
+        assert torch.equal(px.device_get(step(torch.ones(n))), torch.full((n,), 2.0))
+    assert traced == [(2,), (3,)]
+    step.clear_cache()
+    step(torch.ones(3))
+    step(torch.ones(3))
+    assert traced == [(2,), (3,), (3,)]
+
+
+def test_each_of_many_donated_leaves_refuses_under_its_own_name() -> None:
+    mesh = px.make_mesh(data=1)
+    state = {"a": px.device_put(values(4), P(), mesh), "b": px.device_put(values(4), P(), mesh), "n": torch.tensor(0)}
+    state |= {"m": torch.tensor(1)}
+    step = px.jit(lambda s: px.tree.map(lambda x: x + 1, s), mesh=mesh, donate_argnums=0)
+    after = step(state)
+    for name in state:
+        assert f"s['{name}']" in repr(state[name])
+        with pytest.raises(px.errors.DonationError, match=rf"s\['{name}'\]"):
+            state[name] + 1
+    assert (int(after["n"]), int(after["m"])) == (1, 2)
