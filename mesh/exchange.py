@@ -48,6 +48,18 @@ def _reduce_scatter(inputs: Tensors, op: str, group_size: int) -> Tensors:
     return [part.clone() for part in _reduce(inputs, op).chunk(len(inputs))]
 
 
+def _all_gather_pieces(inputs: Tensors, sizes: Sequence[int], group_size: int) -> Tensors:
+    pieces = zip(*(t.split(list(sizes)) for t in inputs))
+    whole = torch.cat([part for parts in pieces for part in parts])
+    return [whole.clone() for _ in inputs]
+
+
+def _reduce_scatter_pieces(inputs: Tensors, op: str, sizes: Sequence[int], group_size: int) -> Tensors:
+    n = len(inputs)
+    pieces = [piece.chunk(n) for piece in _reduce(inputs, op).split([n * size for size in sizes])]
+    return [torch.cat([chunks[i] for chunks in pieces]) for i in range(n)]
+
+
 def _all_to_all(inputs: Tensors, outs: Sequence[Sequence[int]], ins: Sequence[Sequence[int]]) -> Tensors:
     parts = [list(t.split(list(sizes))) for t, sizes in zip(inputs, ins)]
     return [torch.cat([row[i] for row in parts]) for i in range(len(inputs))]
@@ -67,6 +79,8 @@ COLLECTIVES: dict[str, Callable[..., Tensors]] = {
     "_c10d_functional::all_reduce": _all_reduce,
     "_c10d_functional::all_gather_into_tensor": _all_gather,
     "_c10d_functional::reduce_scatter_tensor": _reduce_scatter,
+    "ptrainx::all_gather_pieces": _all_gather_pieces,
+    "ptrainx::reduce_scatter_pieces": _reduce_scatter_pieces,
     "_c10d_functional::all_to_all_single": _all_to_all,
     "_c10d_functional::broadcast": _broadcast,
     "_dtensor::shard_dim_alltoall": _shard_dim,

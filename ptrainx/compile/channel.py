@@ -84,6 +84,43 @@ class Channel:
         options.reduceOp = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
         return Pending(out, self.group._reduce_scatter_base(out, x, options), held=x)
 
+    def all_gather_pieces(self, x: torch.Tensor | list[torch.Tensor], sizes: list[int], group_size: int) -> Pending:
+        """Shard(0) -> Replicate of several tensors at once; `x`: each flat, or all of them joined."""
+        pieces = list(x.split(sizes)) if isinstance(x, torch.Tensor) else x
+        if self.size == 1:
+            return Pending(torch.cat(pieces))
+        out = pieces[0].new_empty(sum(sizes) * self.size)
+        work = self._at_once("all_gather_pieces", out, pieces)
+        if work is not None:
+            return Pending(out, work, held=pieces)
+        flat = torch.cat(pieces)
+        work = self.group._allgather_base(out, flat)
+
+        def finish(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([part.reshape(-1) for part in rows.view(self.size, -1).split(sizes, 1)])
+
+        return Pending(out, work, finish, held=flat)
+
+    def reduce_scatter_pieces(
+        self, x: torch.Tensor | list[torch.Tensor], op: str, sizes: list[int], group_size: int
+    ) -> Pending:
+        """Partial -> Shard(0) of several tensors at once; `x`: each flat, or all of them joined."""
+        pieces = list(x.split([size * self.size for size in sizes])) if isinstance(x, torch.Tensor) else x
+        if self.size == 1:
+            return Pending(torch.cat(pieces))
+        if op in ("sum", "avg"):
+            out = pieces[0].new_empty(sum(sizes))
+            work = self._at_once("reduce_scatter_pieces", out, pieces)
+            if work is not None:
+                return Pending(out, work, (lambda t: t.div_(self.size)) if op == "avg" else None, held=pieces)
+        rows = torch.cat([piece.view(self.size, -1) for piece in pieces], 1)
+        return self.reduce_scatter_tensor(rows.view(-1), op, group_size)
+
+    def _at_once(self, method: str, out: torch.Tensor, pieces: list[torch.Tensor]) -> Any:
+        """The collective by a group that takes pieces as they are; None if this one, or these pieces, can't go so."""
+        send = getattr(self.group, method, None)
+        return None if send is None else send(out, pieces)
+
     def all_to_all_single(self, x: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
         """Shard(i) -> Shard(j), by blocks of dim 0."""
         x = x.contiguous()

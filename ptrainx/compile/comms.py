@@ -110,6 +110,8 @@ _KINDS = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "all_gather_pieces": "all_gather",
+    "reduce_scatter_pieces": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",

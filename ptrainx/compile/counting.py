@@ -66,6 +66,19 @@ class CountingGroup(dist.ProcessGroup):
         self._count("all_gather", tensor)
         return self.tapped._allgather_base(output, tensor, *options)
 
+    def all_gather_pieces(self, output: torch.Tensor, pieces: list[torch.Tensor]) -> Any:
+        return self._pieces("all_gather", output, pieces)
+
+    def reduce_scatter_pieces(self, output: torch.Tensor, pieces: list[torch.Tensor]) -> Any:
+        return self._pieces("reduce_scatter", output, pieces)
+
+    def _pieces(self, kind: str, output: torch.Tensor, pieces: list[torch.Tensor]) -> Any:
+        send = getattr(self.tapped, f"{kind}_pieces", None)
+        work = None if send is None else send(output, pieces)
+        if work is not None:
+            self._count(kind, torch.cat(pieces))
+        return work
+
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, *options: Any) -> Any:
         self._count("reduce_scatter", tensor)
         return self.tapped._reduce_scatter_base(output, tensor, *options)

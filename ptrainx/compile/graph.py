@@ -19,6 +19,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core.trace_context import Origin
 from ptrainx.mesh.exchange import COLLECTIVES
 from ptrainx.ops.loop import LOOP, LoopForm
+from ptrainx.ops.pieces import ALL_GATHER_PIECES, REDUCE_SCATTER_PIECES
 
 __all__ = [
     "IMPURE",
@@ -35,6 +36,8 @@ __all__ = [
     "loops_of",
     "origin_of",
     "output_node",
+    "packs",
+    "read_until",
     "schema_name",
     "walk",
     "writes",
@@ -59,6 +62,20 @@ def is_collective(node: Node) -> bool:
 def is_wait(node: Node) -> bool:
     """Whether a node waits for a collective."""
     return schema_name(node) == WAIT
+
+
+def packs(node: Node) -> bool:
+    """Whether a node only joins what a collective over pieces sends: where ranks are real, that takes the pieces."""
+    if schema_name(node) != "aten::cat" or len(node.users) != 1:
+        return False
+    return next(iter(node.users)).target in (ALL_GATHER_PIECES, REDUCE_SCATTER_PIECES)
+
+
+def read_until(node: Node) -> list[Node]:
+    """The nodes at which a node's operands are read for the last time: a collective reads until it is waited for."""
+    if packs(node):
+        return [node, *read_until(next(iter(node.users)))]
+    return [node, *node.users] if is_collective(node) else [node]
 
 
 @dataclasses.dataclass(frozen=True)

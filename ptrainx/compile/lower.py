@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ptrainx.compile.channel import Channel
-from ptrainx.compile.graph import alias_roots, is_collective, is_loop, is_wait, origin_of, schema_name
+from ptrainx.compile.graph import alias_roots, is_collective, is_loop, is_wait, origin_of, packs, schema_name
 from ptrainx.compile.kernels import callable_of, choose_kernel
 from ptrainx.compile.lower_loops import write_loop
 from ptrainx.compile.reuse import in_place_target, plan_reuse
@@ -203,6 +203,8 @@ class _Writer:
             return f"{self.names[node.args[0]]}[{node.args[1]}]"  # type: ignore[index]
         if is_collective(node):
             return self._collective(node)
+        if packs(node) and self.channels is not None:
+            return self.format(list(node.args[0]))  # type: ignore[arg-type]
         if is_wait(node):
             return f"{self.names[node.args[0]]}.wait()" if self.channels is not None else self.names[node.args[0]]  # type: ignore[index]
         args = list(node.args)

@@ -25,6 +25,7 @@ from ptrainx.compile.graph import (
     is_wait,
     origin_of,
     output_node,
+    packs,
     schema_name,
 )
 from ptrainx.compile.memory_report import Holder, MemoryReport
@@ -201,6 +202,8 @@ class _Frame:
             return self.values[node.args[0]][int(node.args[1])]  # type: ignore[index,arg-type]
         if is_collective(node):
             return self._collective(node)
+        if packs(node):
+            return [self.values[piece] for piece in node.all_input_nodes]
         if is_wait(node):
             return self._wait(node)
         if node in self.reused:
@@ -246,6 +249,8 @@ class _Frame:
         operand: Any = node.args[0]
         given, kind = self.values[operand], schema_name(node).split("::")[-1]
         size = _bytes(operand.meta["val"])
+        if kind in _PIECES:
+            return self._pieces(node, given)
         if kind == "shard_dim_alltoall":
             if self._members(node) > 1:
                 self.run.passing(node, 2 * size)
@@ -260,6 +265,15 @@ class _Frame:
         made = self.run._allocate(node, size if whole else _bytes(node.meta["val"]))
         holds = kind not in ("all_reduce", "broadcast") and members > 1
         return _Pending(made, [given] if holds else [], parts)
+
+    def _pieces(self, node: Node, given: Value) -> Value:
+        result, members = _bytes(node.meta["val"]), self._members(node)
+        held = given if isinstance(given, list) else [given]
+        if members == 1 or (self.run.gloo and can_share()):
+            return _Pending(self.run._allocate(node, result), held if members > 1 else [])
+        sent = _bytes(node.args[0].meta["val"])  # type: ignore[union-attr]
+        packed = [self.run._allocate(node, sent)] if isinstance(given, list) else held
+        return _Pending(self.run._allocate(node, max(sent, result)), packed, 2 if result > sent else members)
 
     def _wait(self, node: Node) -> Value:
         pending = self.values[node.args[0]]  # type: ignore[index]
@@ -381,6 +395,7 @@ def _buffers(value: Value) -> list[_Buffer]:
     return []
 
 
+_PIECES = ("all_gather_pieces", "reduce_scatter_pieces")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 

@@ -21,6 +21,8 @@ from ptrainx.compile.graph import (
     is_collective,
     is_loop,
     is_wait,
+    packs,
+    read_until,
     schema_name,
     writes,
 )
@@ -51,7 +53,7 @@ class Region:
 
 def is_ordinary(node: Node) -> bool:
     """Whether a compiler may have a node: an operator on real numbers that computes a value and does nothing else."""
-    if node.op != "call_function" or is_loop(node) or is_collective(node) or is_wait(node):
+    if node.op != "call_function" or is_loop(node) or is_collective(node) or is_wait(node) or packs(node):
         return False
     if node.target is operator.getitem:
         return is_ordinary(node.args[0])  # type: ignore[arg-type]
@@ -153,9 +155,7 @@ def _last_reads(graph: Graph, roots: dict[Node, int]) -> dict[int, float]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     last: dict[int, float] = {}
     for node in graph.nodes:
-        until: float = float("inf") if node.op == "output" else position[node]
-        if is_collective(node):
-            until = max([position[user] for user in node.users], default=until)
+        until = float("inf") if node.op == "output" else max(position[reader] for reader in read_until(node))
         for operand in node.all_input_nodes:
             for root in _roots_of(operand, roots):
                 last[root] = max(last.get(root, -1.0), until)

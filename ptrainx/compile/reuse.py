@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ptrainx.compile.graph import alias_roots, is_collective, is_wait, schema_name
+from ptrainx.compile.graph import alias_roots, is_wait, read_until, schema_name
 from ptrainx.compile.stage_loops import memory_shared_with_operands
 
 __all__ = ["in_place_target", "plan_reuse", "storage_roots"]
@@ -102,11 +102,9 @@ def _last_reads(nodes: list[Node], roots: dict[Node, int]) -> dict[int, int]:
     last: dict[int, int] = {}
     for node in nodes:
         for operand in node.all_input_nodes:
-            read_until = position[node]
-            if is_collective(node):
-                read_until = max([position[u] for u in node.users], default=read_until)
+            until = max(position[reader] for reader in read_until(node))
             for root in _roots_of(operand, roots):
-                last[root] = max(last.get(root, -1), read_until)
+                last[root] = max(last.get(root, -1), until)
     return last
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrainx.compile.shared_segment import Segment, can_share, open_segment
+from ptrainx.compile.shared_segment import Segment, Views, can_share, chunks_of, chunks_of_pieces, open_segment
 
 __all__ = ["SharedMemoryGroup", "can_share"]
 
@@ -61,8 +61,8 @@ class SharedMemoryGroup:
             return self.group.allreduce(tensors, options)
         combine, flat = _combine(options), x.view(-1)
 
-        def take(start: int, parts: list[torch.Tensor]) -> None:
-            count = parts[0].numel()
+        def take(start: int, views: Views) -> None:
+            parts, count = views.wholes, views.count
             out = flat if count == flat.numel() else flat[start : start + count]
             if len(parts) == 2:
                 combine(parts[0], parts[1], out=out)
@@ -72,7 +72,7 @@ class SharedMemoryGroup:
                 combine(total, part, out=total)
             out.copy_(total)
 
-        return segment.start("all_reduce", flat, take)
+        return segment.start("all_reduce", chunks_of(flat), take)
 
     def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, *options: Any) -> Any:
         segment = self._shared(x)
@@ -80,11 +80,12 @@ class SharedMemoryGroup:
             return self.group._allgather_base(out, x, *options)
         wholes = out.view(self.n, -1)
 
-        def take(start: int, parts: list[torch.Tensor]) -> None:
+        def take(start: int, views: Views) -> None:
+            parts = views.wholes
             for whole, part in zip(wholes, parts):
                 whole[start : start + part.numel()].copy_(part)
 
-        return segment.start("all_gather", x.view(-1), take)
+        return segment.start("all_gather", chunks_of(x.view(-1)), take)
 
     def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> Any:
         average = options.reduceOp == dist.ReduceOp.AVG
@@ -94,7 +95,8 @@ class SharedMemoryGroup:
             return _Scatter(self.group, out, x, combine, average)
         flat = out.view(-1)
 
-        def take(start: int, parts: list[torch.Tensor]) -> None:
+        def take(start: int, views: Views) -> None:
+            parts = views.wholes
             low, high, first = _overlap(start, parts[0].numel(), self.me * flat.numel(), flat.numel())
             if low >= high:
                 return
@@ -105,7 +107,37 @@ class SharedMemoryGroup:
             if average:
                 mine.div_(self.n)
 
-        return segment.start("reduce_scatter", x.view(-1), take)
+        return segment.start("reduce_scatter", chunks_of(x.view(-1)), take)
+
+    def all_gather_pieces(self, out: torch.Tensor, pieces: list[torch.Tensor]) -> Any:
+        """Each piece's parts of all ranks, together; None if the pieces can't go through shared memory."""
+        segment = self._shared(out)
+        chunks = None if segment is None else chunks_of_pieces(pieces)
+        if segment is None or chunks is None:
+            return None
+
+        def take(start: int, views: Views) -> None:
+            first = self.n * start
+            torch.cat(views.by_piece, out=out[first : first + self.n * views.count])
+
+        return segment.start("all_gather", chunks, take)
+
+    def reduce_scatter_pieces(self, out: torch.Tensor, pieces: list[torch.Tensor]) -> Any:
+        """This rank's part of the sum of each piece, together; None if the pieces can't go through shared memory."""
+        segment = self._shared(out)
+        chunks = None if segment is None else chunks_of_pieces(pieces)
+        if segment is None or chunks is None:
+            return None
+
+        def take(start: int, views: Views) -> None:
+            mine = out[start // self.n : (start + views.count) // self.n]
+            first, *rest = views.own
+            torch.cat(first, out=mine)
+            sums = mine.split([part.numel() for part in first])
+            for parts in rest:
+                torch._foreach_add_(sums, parts)
+
+        return segment.start("reduce_scatter", chunks, take)
 
     def alltoall_base(self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> Any:
         segment = None if len({*out_sizes, *in_sizes}) > 1 or out.shape != x.shape else self._shared(x)
@@ -114,13 +146,14 @@ class SharedMemoryGroup:
         blocks = out.view(self.n, -1)
         block = blocks.shape[1]
 
-        def take(start: int, parts: list[torch.Tensor]) -> None:
+        def take(start: int, views: Views) -> None:
+            parts = views.wholes
             low, high, first = _overlap(start, parts[0].numel(), self.me * block, block)
             if low < high:
                 for whole, part in zip(blocks, parts):
                     whole[first : first + high - low].copy_(part[low:high])
 
-        return segment.start("all_to_all", x.view(-1), take)
+        return segment.start("all_to_all", chunks_of(x.view(-1)), take)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         """Copies the root's tensor into everybody's."""
@@ -130,10 +163,11 @@ class SharedMemoryGroup:
             return self.group.broadcast(tensors, options)
         flat, root = x.view(-1), options.rootRank
 
-        def take(start: int, parts: list[torch.Tensor]) -> None:
+        def take(start: int, views: Views) -> None:
+            parts = views.wholes
             flat[start : start + parts[root].numel()].copy_(parts[root])
 
-        return segment.start("broadcast", flat, take)
+        return segment.start("broadcast", chunks_of(flat), take)
 
     def _shared(self, x: torch.Tensor) -> Segment | None:
         """The segment, if a tensor like this one goes through it: all ranks say the same."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import mmap
 import os
 import platform
@@ -23,7 +24,7 @@ from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import AgreementError, WorkerError
 
-__all__ = ["CHUNK", "SLOTS", "Segment", "can_share", "open_segment"]
+__all__ = ["CHUNK", "SLOTS", "Segment", "Views", "can_share", "chunks_of", "chunks_of_pieces", "open_segment"]
 
 CHUNK = 1 << 20  # bytes of a slot
 SLOTS = 4  # of a rank
@@ -32,10 +33,13 @@ _LINE = 16  # int64s of a counter's cache lines
 _PUBLISHED, _TAKEN, _PID, _KINDS = range(4)  # lines of a rank's header
 _HEADER = 4 * _LINE * 8  # bytes of a rank's header
 _ALIVE_EVERY_S = 0.2
-_SIZES_KEPT = 256  # sizes of chunks whose views are kept
+_VIEWS_KEPT = 1024  # of how many chunks, by their sizes, views are kept
 
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _CODES = {name: code for code, name in enumerate(_NAMES)}
+
+Chunks = list[list[torch.Tensor]]
+"""What a rank gives to a collective: for each slot that it takes, the flat tensors that go into it."""
 
 # How often the ranks of a world have opened a segment together: all of them do it in one order.
 _counts: collections.Counter[tuple] = collections.Counter()
@@ -51,25 +55,66 @@ def can_share() -> bool:
     )
 
 
+def chunks_of(flat: torch.Tensor) -> Chunks:
+    """A one-dimensional contiguous tensor in chunks that fit into a slot."""
+    most = CHUNK // flat.element_size()
+    return [[flat]] if flat.numel() <= most else [[part] for part in flat.split(most)]
+
+
+def chunks_of_pieces(pieces: Sequence[torch.Tensor]) -> Chunks | None:
+    """Flat tensors in chunks of whole ones; None if one is too large for a slot."""
+    chunks: Chunks = [[]]
+    room = CHUNK
+    for piece in pieces:
+        size = piece.numel() * piece.element_size()
+        if size > CHUNK:
+            return None
+        if size > room:
+            chunks.append([])
+            room = CHUNK
+        chunks[-1].append(piece)
+        room -= size
+    return chunks
+
+
+class Views:
+    """What all ranks of a group have put into one slot, each with equal sizes.
+
+    Args:
+        slots: each rank's memory for it, bytes.
+        me: this rank's place among them.
+        sizes: elements of the tensors that lie there one behind another.
+        dtype: of the elements.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor], me: int, sizes: tuple[int, ...], dtype: torch.dtype):
+        self.me, self.sizes, self.count = me, sizes, sum(sizes)
+        self.wholes = [slot[: self.count * dtype.itemsize].view(dtype) for slot in slots]
+
+    @functools.cached_property
+    def by_piece(self) -> list[torch.Tensor]:
+        """All ranks' first tensors, then all ranks' second ones, and so on."""
+        return [part for parts in zip(*(whole.split(self.sizes) for whole in self.wholes)) for part in parts]
+
+    @functools.cached_property
+    def own(self) -> list[list[torch.Tensor]]:
+        """Of each rank, this rank's part of every tensor."""
+        n = len(self.wholes)
+        return [[piece.view(n, -1)[self.me] for piece in whole.split(self.sizes)] for whole in self.wholes]
+
+
 class _Work:
     """A collective under way."""
 
-    __slots__ = ("done", "first", "flat", "kind", "per_chunk", "published", "segment", "take", "taken", "total")
+    __slots__ = ("chunks", "done", "first", "kind", "published", "segment", "start", "take", "taken", "total")
 
-    def __init__(self, segment: Segment, name: str, first: int, flat: torch.Tensor, take: Callable[..., None]):
-        self.segment, self.first, self.flat, self.take = segment, first, flat, take
+    def __init__(self, segment: Segment, name: str, first: int, chunks: Chunks, take: Callable[[int, Views], None]):
+        self.segment, self.first, self.chunks, self.take = segment, first, chunks, take
         # What is alike on every rank: which collective, and of how many bytes.
-        self.kind = _CODES[name] << 56 | flat.numel() * flat.element_size()
-        self.per_chunk = CHUNK // flat.element_size()
-        self.total = -(-flat.numel() // self.per_chunk)
-        self.published = self.taken = 0
+        self.kind = _CODES[name] << 56 | sum(part.numel() * part.element_size() for chunk in chunks for part in chunk)
+        self.total = len(chunks)
+        self.published = self.taken = self.start = 0
         self.done = False
-
-    def chunk(self, number: int) -> torch.Tensor:
-        """The elements of a chunk."""
-        if self.total == 1:
-            return self.flat
-        return self.flat[number * self.per_chunk : (number + 1) * self.per_chunk]
 
     def wait(self) -> None:
         """Returns when the result is there."""
@@ -95,17 +140,18 @@ class Segment:
         # are there from everybody.
         self.free_until, self.there_until = SLOTS, 0
         self.unpublished = 0  # chunks of what is under way
-        self.parts: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
+        self.views: dict[tuple, list[Views]] = {}  # by sizes and dtype: steps ask for the same ones over and over
 
-    def start(self, name: str, flat: torch.Tensor, take: Callable[[int, list[torch.Tensor]], None]) -> _Work:
+    def start(self, name: str, chunks: Chunks, take: Callable[[int, Views], None]) -> _Work:
         """Starts a collective.
 
         Args:
             name: which.
-            flat: what this rank gives, one-dimensional and contiguous.
-            take: called with the position of a chunk in it and every rank's part of that chunk.
+            chunks: what this rank gives.
+            take: called for each chunk with its first element's position in all that a rank gives, and with what the
+                ranks have put into the slot.
         """
-        work = _Work(self, name, self.next, flat, take)
+        work = _Work(self, name, self.next, chunks, take)
         self.next += work.total
         self.unpublished += work.total
         self.queue.append(work)
@@ -145,8 +191,12 @@ class Segment:
                     self.free_until = min([counters[at] for at in self.taken_at]) + SLOTS
                     if number >= self.free_until:
                         return moved
-                part = work.chunk(work.published)
-                self._parts(number, part)[self.me].copy_(part)
+                chunk = work.chunks[work.published]
+                slot = self._views(number, chunk).wholes[self.me]
+                if len(chunk) == 1:
+                    slot.copy_(chunk[0])
+                else:
+                    torch.cat(chunk, out=slot)
                 work.published += 1
                 self.unpublished -= 1
                 counters[self.kinds_at[self.me] + number % SLOTS] = work.kind
@@ -166,7 +216,9 @@ class Segment:
         for at in self.kinds_at:
             if counters[at + number % SLOTS] != work.kind:
                 self._refuse_mixture(work, number)
-        work.take(work.taken * work.per_chunk, self._parts(number, work.chunk(work.taken)))
+        views = self._views(number, work.chunks[work.taken])
+        work.take(work.start, views)
+        work.start += views.count
         work.taken += 1
         self.counters[self.taken_at[self.me]] = number + 1
         if work.taken == work.total:
@@ -174,17 +226,17 @@ class Segment:
             self.queue.popleft()
         return True
 
-    def _parts(self, number: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """The part of each rank's slot that holds a chunk's elements."""
-        key = like.dtype, like.numel()
-        slots = self.parts.get(key)
-        if slots is None:
-            if len(self.parts) >= _SIZES_KEPT:
-                self.parts.clear()
-            size = like.numel() * like.element_size()
-            slots = [[ring[slot, :size].view(like.dtype) for ring in self.slots] for slot in range(SLOTS)]
-            self.parts[key] = slots
-        return slots[number % SLOTS]
+    def _views(self, number: int, chunk: list[torch.Tensor]) -> Views:
+        """The parts of all ranks' slots that hold a chunk's elements."""
+        key = (*[part.numel() for part in chunk], chunk[0].dtype)
+        views = self.views.get(key)
+        if views is None:
+            if len(self.views) >= _VIEWS_KEPT:
+                self.views.clear()
+            sizes, dtype = tuple(part.numel() for part in chunk), chunk[0].dtype
+            views = [Views([ring[slot] for ring in self.slots], self.me, sizes, dtype) for slot in range(SLOTS)]
+            self.views[key] = views
+        return views[number % SLOTS]
 
     def _refuse_mixture(self, work: _Work, number: int) -> None:
         said = []

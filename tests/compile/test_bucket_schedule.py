@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ptrainx.compile.passes import bucket
 from ptrainx.compile.passes.bucket import bucket_collectives
 from ptrainx.compile.passes.common import share_common
 from ptrainx.compile.passes.dead import drop_dead
-from ptrainx.compile.passes.emit import ALL_GATHER, REDUCE_SCATTER, bytes_of
+from ptrainx.compile.passes.emit import ALL_GATHERS, REDUCE_SCATTERS, bytes_of
 from ptrainx.compile.passes.identities import drop_identities
 from ptrainx.compile.passes.schedule import issue_early
 from ptrainx.compile.trace import RankGraph
@@ -60,8 +61,8 @@ def tidied(**axes: int) -> RankGraph:
     return drop_dead(share_common(drop_identities(graph)))
 
 
-def named(graph: RankGraph, name: str) -> list[Any]:
-    return [n for n in graph.module.graph.nodes if schema_name(n) == name]
+def named(graph: RankGraph, names: Collection[str]) -> list[Any]:
+    return [n for n in graph.module.graph.nodes if schema_name(n) in names]
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
@@ -92,25 +93,25 @@ def test_one_by_one_without_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gathers_fill_buckets_in_the_order_of_their_first_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "GATHER_BUCKET_BYTES", 2 * LAYER)
     graph = issue_early(bucket_collectives(tidied()))
-    layers = [origin_of(n).layer for n in named(graph, ALL_GATHER)]
+    layers = [origin_of(n).layer for n in named(graph, ALL_GATHERS)]
     assert layers == ["0/{b,w}, 1/{b,w}", "2/{b,w}, 3/{b,w}", "4/{b,w}, 5/{b,w}"]
-    assert [bytes_of(n) for n in named(graph, ALL_GATHER)] == [2 * LAYER] * 3
+    assert [bytes_of(n) for n in named(graph, ALL_GATHERS)] == [2 * LAYER] * 3
 
 
 def test_large_ones_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "SMALL_BYTES", WIDTH * 4)
     graph = bucket_collectives(tidied())
-    for name in (ALL_GATHER, REDUCE_SCATTER):
-        sizes = sorted(max(bytes_of(n), bytes_of(n.args[0])) for n in named(graph, name))
+    for names in (ALL_GATHERS, REDUCE_SCATTERS):
+        sizes = sorted(max(bytes_of(n), bytes_of(n.args[0])) for n in named(graph, names))
         assert sizes == sorted([WIDTH * WIDTH * 4] * LAYERS + [LAYERS * WIDTH * 4])
 
 
 def test_what_a_remat_gathers_again_has_buckets_of_its_own() -> None:
     graph = tidied()
-    for node in named(graph, ALL_GATHER)[-2:]:
+    for node in named(graph, ALL_GATHERS)[-2:]:
         node.meta["recomputed"] = 1
     bucket_collectives(graph)
-    assert sorted((bytes_of(n), n.meta.get("recomputed")) for n in named(graph, ALL_GATHER)) == [
+    assert sorted((bytes_of(n), n.meta.get("recomputed")) for n in named(graph, ALL_GATHERS)) == [
         (LAYER, 1),
         ((LAYERS - 1) * LAYER, None),
     ]
@@ -119,12 +120,12 @@ def test_what_a_remat_gathers_again_has_buckets_of_its_own() -> None:
 # --- schedule --------------------------------------------------------------------------------------------------------
 
 
-def under_way(graph: RankGraph, name: str, size: Any) -> tuple[int, int]:
+def under_way(graph: RankGraph, names: Collection[str], size: Any) -> tuple[int, int]:
     """The most that have started and are not yet waited for, in number and by `size`, as the graph runs."""
     going: list[Any] = []
     most = (0, 0)
     for node in graph.module.graph.nodes:
-        if schema_name(node) == name:
+        if schema_name(node) in names:
             going.append(node)
         elif is_wait(node) and node.args[0] in going:
             going.remove(node.args[0])
@@ -135,14 +136,14 @@ def under_way(graph: RankGraph, name: str, size: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_gathers_start_within_a_window(window: int) -> None:
     graph = issue_early(tidied(), window=window)
-    assert under_way(graph, ALL_GATHER, bytes_of)[0] == window
-    assert len(named(graph, ALL_GATHER)) == 2 * LAYERS
+    assert under_way(graph, ALL_GATHERS, bytes_of)[0] == window
+    assert len(named(graph, ALL_GATHERS)) == 2 * LAYERS
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_gathers_hold_no_more_than_a_limit(layers: int) -> None:
     graph = issue_early(tidied(), window=100, gathered_bytes=layers * LAYER)
-    most = under_way(graph, ALL_GATHER, bytes_of)[1]
+    most = under_way(graph, ALL_GATHERS, bytes_of)[1]
     assert (layers - 1) * LAYER < most <= layers * LAYER
 
 
@@ -151,7 +152,7 @@ def test_the_next_gather_starts_before_what_reads_the_last() -> None:
     graph = issue_early(bucketed_by_layer(), window=2)
     nodes = list(graph.module.graph.nodes)
     at = {n: i for i, n in enumerate(nodes)}
-    gathers = named(graph, ALL_GATHER)
+    gathers = named(graph, ALL_GATHERS)
     products = [n for n in nodes if schema_name(n) == "aten::mm"][:LAYERS]
     assert len(gathers) == LAYERS
     for gather, product in zip(gathers[1:], products):
@@ -180,9 +181,9 @@ def test_parameters_that_are_cast_at_once_are_gathered_one_by_one() -> None:
 
     step = px.jit(half, mesh=px.make_mesh(data=2, simulate=True), in_specs=(P("data"), P("data")))
     graph = drop_dead(share_common(drop_identities(step.trace(PARAMS, BATCH).graphs[0])))
-    assert under_way(issue_early(graph, window=3), ALL_GATHER, bytes_of)[0] == 3
+    assert under_way(issue_early(graph, window=3), ALL_GATHERS, bytes_of)[0] == 3
     nodes = list(graph.module.graph.nodes)
-    waits = [i for i, n in enumerate(nodes) if is_wait(n) and schema_name(n.args[0]) == ALL_GATHER]
+    waits = [i for i, n in enumerate(nodes) if is_wait(n) and schema_name(n.args[0]) in ALL_GATHERS]
     products = [i for i, n in enumerate(nodes) if schema_name(n) == "aten::mm"]
     assert waits[-1] > products[-2]
     want = BATCH.double()
@@ -194,9 +195,9 @@ def test_parameters_that_are_cast_at_once_are_gathered_one_by_one() -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_scatters_hold_no_more_than_a_limit(layers: int) -> None:
     graph = issue_early(tidied(), scattered_bytes=layers * LAYER)
-    assert under_way(graph, REDUCE_SCATTER, lambda n: bytes_of(n.args[0]))[1] <= layers * LAYER
+    assert under_way(graph, REDUCE_SCATTERS, lambda n: bytes_of(n.args[0]))[1] <= layers * LAYER
     without = issue_early(tidied())
-    assert under_way(without, REDUCE_SCATTER, lambda n: bytes_of(n.args[0]))[1] == LAYERS * LAYER
+    assert under_way(without, REDUCE_SCATTERS, lambda n: bytes_of(n.args[0]))[1] == LAYERS * LAYER
 
 
 @pytest.mark.parametrize("settings", [(1, 1, 1), (2, LAYER, LAYER), (3, 10**9, 10**9)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import ptrainx as px
-from ptrainx.compile.channel import open_channels
+from ptrainx.compile.channel import Channel, open_channels
 from ptrainx.compile.shared_memory import SharedMemoryGroup
 from ptrainx.compile.shared_segment import CHUNK, SLOTS
 from ptrainx.errors import AgreementError
@@ -59,6 +60,32 @@ def every_kind(world: int) -> None:
     torch.testing.assert_close(average, torch.full((3,), (world - 1) / 2))
 
 
+# Elements of a rank's part of each piece: one slot, several slots, a piece that fits into none.
+PIECES = ((3,), (4, 1, 30), (CHUNK // 16, 5, CHUNK // 16, 7, CHUNK // 16), (2, CHUNK, 3))
+
+
+def pieces(world: int) -> None:
+    """Each in its own memory or all joined; through shared memory and through gloo."""
+    own = channel(world)
+    me = own.group.rank()
+    plain = Channel(own.group.group, own.ranks)
+    for sizes, dtype, route in itertools.product(PIECES, DTYPES, (own, plain)):
+        parts = [[given(rank + i, s, dtype, 1) for i, s in enumerate(sizes)] for rank in range(world)]
+        wholes = [
+            [given(rank + i, world * size, dtype, world) for i, size in enumerate(sizes)] for rank in range(world)
+        ]
+        gathered = torch.cat([torch.cat(of_a_piece) for of_a_piece in zip(*parts)])
+        sums = [torch.stack(of_a_piece).sum(0).to(dtype) for of_a_piece in zip(*wholes)]
+        scattered = torch.cat([total.chunk(world)[me] for total in sums])
+        for joined in (False, True):
+            x, y = (torch.cat(all_[me]) if joined else list(all_[me]) for all_ in (parts, wholes))
+            assert torch.equal(route.all_gather_pieces(x, list(sizes), world).wait(), gathered)
+            assert torch.equal(route.reduce_scatter_pieces(y, "sum", list(sizes), world).wait(), scattered)
+            if dtype.is_floating_point:
+                mean = route.reduce_scatter_pieces(y, "avg", list(sizes), world).wait()
+                torch.testing.assert_close(mean, scattered / world)
+
+
 def many_at_once(world: int) -> None:
     """Far more than the slots hold, waited for from the last to the first."""
     own = channel(world)
@@ -87,6 +114,11 @@ def test_every_kind_gives_what_it_means(pool: Pool, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+def test_pieces_come_out_together(pool: Pool, world: int) -> None:
+    pool.run(pieces, world, world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
 def test_more_at_once_than_the_slots_hold(pool: Pool, world: int) -> None:
     pool.run(many_at_once, world, world)
 
@@ -103,7 +135,7 @@ def test_nothing_is_left_in_the_file_system(pool: Pool) -> None:
 SCRIPT = """
 import os, sys, torch
 import ptrainx as px
-from ptrainx.compile.channel import open_channels
+from ptrainx.compile.channel import Channel, open_channels
 mesh = px.make_mesh(data=2)
 own = open_channels(mesh)["data"]
 own.all_reduce(torch.ones(1), "sum").wait()

@@ -4,13 +4,14 @@ A collective has a price of its own, whatever it carries: on gloo about a tenth 
 parameters come in dozens of small tensors; those over one axis, of one dtype, go together in a flat buffer.
 
     all-reduce       cat of the flat operands       -> views of the result
-    reduce-scatter   cat of [n, chunk] along dim 1  -> views of the result
-    all-gather       cat of the flat shards         -> columns of the result as [n, total], each copied together
+    reduce-scatter   cat of the flat operands       -> views of the result
+    all-gather       cat of the flat shards         -> views of the result
 
-A bucket copies what would otherwise not be copied, so that only small tensors go into one. Two collectives may share
-a bucket if neither needs the other: they have the same number of mergeable collectives on the longest path that leads
-to them. Reductions fill their buckets in the order in which their operands are ready, gathers in the order in which
-their results are read. Gathers that a remat repeats go with their like.
+Scatters and gathers become the collectives of `ops/pieces.py`, which take and give whole tensors one behind another,
+so that nothing is rearranged. A bucket copies what would otherwise not be copied, so that only small tensors go into
+one. Two collectives may share a bucket if neither needs the other: they have the same number of mergeable collectives
+on the longest path that leads to them. Reductions fill their buckets in the order in which their operands are ready,
+gathers in the order in which their results are read. Gathers that a remat repeats go with their like.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ptrainx.compile.passes.emit import (
 from ptrainx.compile.passes.sink import sink_waits
 from ptrainx.compile.program import RankGraph
 from ptrainx.compile.provenance import merged_origin
+from ptrainx.ops.pieces import ALL_GATHER_PIECES, REDUCE_SCATTER_PIECES
 
 __all__ = ["BUCKET_BYTES", "GATHER_BUCKET_BYTES", "REDUCED_BYTES", "SMALL_BYTES", "bucket_collectives"]
 
@@ -125,34 +127,35 @@ def _merge(graph: RankGraph, members: list[Node], position: dict[Node, int]) -> 
     start = last if last.op != "placeholder" else last_placeholder(graph.module.graph)
     assert start is not None
     pack = Emitter(graph, start.next, members[0], origin)
-    flat = _packed(pack, members, operands)
-    waited = pack.collective(members[0].target, flat, *members[0].args[1:])
+    flat = _packed(pack, operands)
+    waited = pack.collective(*_merged(members, flat))
     readers = [reader for wait in waits for reader in wait.users]
     first = min(readers, key=position.__getitem__, default=None)
     unpack = pack if first is None else Emitter(graph, first, members[0], origin)
-    for wait, member, part in zip(waits, members, _unpacked(unpack, members, operands, waited)):
+    for wait, member, part in zip(waits, members, _unpacked(unpack, members, waited)):
         wait.replace_all_uses_with(part)
         graph.module.graph.erase_node(wait)
         graph.module.graph.erase_node(member)
 
 
-def _packed(emit: Emitter, members: list[Node], operands: list[Node]) -> Node:
-    if schema_name(members[0]) != REDUCE_SCATTER:
-        return emit(aten.cat.default, [emit(aten.reshape.default, o, [-1]) for o in operands])
-    n: Any = members[0].args[2]
-    rows = emit(aten.cat.default, [emit(aten.reshape.default, o, [n, -1]) for o in operands], 1)
-    return emit(aten.view.default, rows, [-1])
+def _packed(emit: Emitter, operands: list[Node]) -> Node:
+    return emit(aten.cat.default, [emit(aten.reshape.default, o, [-1]) for o in operands])
 
 
-def _unpacked(emit: Emitter, members: list[Node], operands: list[Node], waited: Node) -> list[Node]:
-    if schema_name(members[0]) == ALL_GATHER:
-        n: Any = members[0].args[1]
-        rows = emit(aten.view.default, waited, [n, -1])
-        parts = emit(aten.split_with_sizes.default, rows, [value_of(o).numel() for o in operands], 1)
-        join = aten.reshape.default
-    else:
-        parts = emit(aten.split_with_sizes.default, waited, [value_of(m).numel() for m in members])
-        join = aten.view.default
+def _merged(members: list[Node], flat: Node) -> tuple[Any, ...]:
+    """The operator that stands for the members together, and its arguments."""
+    name, rest = schema_name(members[0]), members[0].args[1:]
+    if name == ALL_GATHER:
+        return ALL_GATHER_PIECES, flat, [value_of(operand_of(m)).numel() for m in members], *rest
+    if name == REDUCE_SCATTER:
+        op, *group = rest
+        return REDUCE_SCATTER_PIECES, flat, op, [value_of(m).numel() for m in members], *group
+    return members[0].target, flat, *rest
+
+
+def _unpacked(emit: Emitter, members: list[Node], waited: Node) -> list[Node]:
+    parts = emit(aten.split_with_sizes.default, waited, [value_of(m).numel() for m in members])
     return [
-        emit(join, emit(operator.getitem, parts, i), list(value_of(member).shape)) for i, member in enumerate(members)
+        emit(aten.view.default, emit(operator.getitem, parts, i), list(value_of(m).shape))
+        for i, m in enumerate(members)
     ]

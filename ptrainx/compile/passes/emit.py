@@ -14,8 +14,10 @@ from ptrainx.core.trace_context import Origin
 
 __all__ = [
     "ALL_GATHER",
+    "ALL_GATHERS",
     "ALL_REDUCE",
     "REDUCE_SCATTER",
+    "REDUCE_SCATTERS",
     "VIEWS",
     "Emitter",
     "bytes_of",
@@ -33,6 +35,8 @@ c10d = torch.ops._c10d_functional
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = (
     f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 )
+ALL_GATHERS = {ALL_GATHER, "ptrainx::all_gather_pieces"}
+REDUCE_SCATTERS = {REDUCE_SCATTER, "ptrainx::reduce_scatter_pieces"}
 VIEWS = {
     "aten::view",
     "aten::_unsafe_view",
@@ -102,12 +106,12 @@ def only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def collective_of(node: Any, name: str) -> Node | None:
-    """The collective of this name that a node waits for."""
+def collective_of(node: Any, *names: str) -> Node | None:
+    """The collective of one of these names that a node waits for."""
     if not isinstance(node, Node) or not is_wait(node):
         return None
     made: Any = node.args[0]
-    return made if schema_name(made) == name and len(made.users) == 1 else None
+    return made if schema_name(made) in names and len(made.users) == 1 else None
 
 
 def same_layout(a: Node, b: Node) -> bool:

@@ -20,8 +20,8 @@ from torch.fx import Node
 
 from ptrainx.compile.graph import is_collective, is_wait, schema_name
 from ptrainx.compile.passes.emit import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
+    ALL_GATHERS,
+    REDUCE_SCATTERS,
     bytes_of,
     collective_of,
     last_placeholder,
@@ -71,7 +71,7 @@ def _start_reductions(graph: RankGraph) -> None:
     nodes = list(graph.module.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     for node in nodes:
-        if is_collective(node) and schema_name(node) != ALL_GATHER:
+        if is_collective(node) and schema_name(node) not in ALL_GATHERS:
             last = max((n for n in node.all_input_nodes), key=position.__getitem__, default=None)
             if last is not None and last.op != "placeholder" and not _between(last, node):
                 last.append(node)
@@ -87,7 +87,7 @@ def _start_what_is_quick(graph: RankGraph) -> None:
     if anchor is None:
         return
     for node in list(graph.module.graph.nodes):
-        if is_collective(node) and schema_name(node) != ALL_GATHER and bytes_of(node) <= QUICK_BYTES:
+        if is_collective(node) and schema_name(node) not in ALL_GATHERS and bytes_of(node) <= QUICK_BYTES:
             made_by = _quick(node)
             if made_by is not None:
                 for member in (*made_by, node):
@@ -131,7 +131,7 @@ def _between(last: Node, node: Node) -> bool:
 def _start_gathers(graph: RankGraph, window: int, limit: int) -> None:
     nodes = list(graph.module.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    waits = [n for n in nodes if collective_of(n, ALL_GATHER) is not None]
+    waits = [n for n in nodes if collective_of(n, *ALL_GATHERS) is not None]
     start = last_placeholder(graph.module.graph)
     behind: dict[Node, Node] = {}  # node -> the last that was put behind it
     for k, wait in enumerate(waits):
@@ -175,7 +175,7 @@ def _end_scatters(graph: RankGraph, limit: int) -> None:
         if is_wait(node) and node in under_way:
             under_way.remove(node)
             held -= bytes_of(operand_of(operand_of(node)))
-        elif schema_name(node) == REDUCE_SCATTER and only_user(node) is not None:
+        elif schema_name(node) in REDUCE_SCATTERS and only_user(node) is not None:
             size = bytes_of(node.args[0])
             while under_way and held + size > limit:
                 oldest = under_way.pop(0)

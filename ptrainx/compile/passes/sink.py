@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from ptrainx.compile.graph import is_pure, is_wait, schema_name
-from ptrainx.compile.passes.emit import ALL_GATHER
+from ptrainx.compile.passes.emit import ALL_GATHERS
 from ptrainx.compile.program import RankGraph
 
 __all__ = ["is_light", "sink_waits"]
@@ -43,7 +43,7 @@ def sink_waits(graph: RankGraph) -> RankGraph:
     nodes = list(graph.module.graph.nodes)
     for node in nodes:
         operands = node.all_input_nodes
-        if (is_wait(node) and schema_name(operands[0]) == ALL_GATHER) or (
+        if (is_wait(node) and schema_name(operands[0]) in ALL_GATHERS) or (
             len(operands) == 1 and operands[0] in gathered and is_light(node)
         ):
             gathered.add(node)
