@@ -32,6 +32,7 @@ __all__ = [
     "is_loop",
     "is_pure",
     "is_wait",
+    "keeps_more",
     "loop_of",
     "loops_of",
     "origin_of",
@@ -177,6 +178,12 @@ def alias_roots(graph: Graph) -> dict[Node, int]:
         if isinstance(value, torch.Tensor):
             roots[node] = tc.storage_id(value)
     return roots
+
+
+def keeps_more(node: Node) -> bool:
+    """Whether whoever holds a value holds more memory than it has elements: a part of a larger one."""
+    value: torch.Tensor = node.meta["val"]
+    return value.untyped_storage().nbytes() > value.numel() * value.element_size()
 
 
 def _tensors(values: Any) -> Iterator[Node]:

@@ -19,7 +19,16 @@ import torch
 from torch.fx import Node
 
 from ptrainx.compile.channel import Channel
-from ptrainx.compile.graph import alias_roots, is_collective, is_loop, is_wait, origin_of, packs, schema_name
+from ptrainx.compile.graph import (
+    alias_roots,
+    is_collective,
+    is_loop,
+    is_wait,
+    keeps_more,
+    origin_of,
+    packs,
+    schema_name,
+)
 from ptrainx.compile.kernels import callable_of, choose_kernel
 from ptrainx.compile.lower_loops import write_loop
 from ptrainx.compile.reuse import in_place_target, plan_reuse
@@ -181,7 +190,7 @@ class _Writer:
         return readers
 
     def _outputs(self, node: Node) -> list[str]:
-        """The results; one that shares memory with an argument that is kept, or with another result, is copied."""
+        """The results. Copied is what shares memory with a kept argument or another result, or keeps more alive."""
         if not self.separate:
             return [self.names[value] for value in node.args[0]]  # type: ignore[union-attr,index]
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
@@ -190,9 +199,8 @@ class _Writer:
         for value in node.args[0]:  # type: ignore[union-attr]
             assert isinstance(value, Node)
             root = self.roots[value]
-            out.append(
-                f"{self.bind('clone', torch.clone)}({self.names[value]})" if root in taken else self.names[value]
-            )
+            copied = root in taken or keeps_more(value)
+            out.append(f"{self.bind('clone', torch.clone)}({self.names[value]})" if copied else self.names[value])
             taken.add(root)
         return out
 

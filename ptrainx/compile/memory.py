@@ -23,6 +23,7 @@ from ptrainx.compile.graph import (
     is_collective,
     is_loop,
     is_wait,
+    keeps_more,
     origin_of,
     output_node,
     packs,
@@ -234,7 +235,7 @@ class _Frame:
         for result in results:
             value = self.values[result]
             root = self.roots.get(result)
-            if separate and root in taken:
+            if separate and (root in taken or keeps_more(result)):
                 value = self.run._allocate(result, _bytes(result.meta["val"]))
             out.append(self.run._hold(value))
             if root is not None:

@@ -61,6 +61,22 @@ def test_nothing_aliases(fn: Any, backend: str, axes: dict, placed: bool) -> Non
     assert_close(out, fn(X.clone()))
 
 
+@pytest.mark.parametrize("axes", MESHES, ids=["simulated", "one device"])
+def test_a_result_keeps_no_more_than_itself(axes: dict) -> None:
+    """A row, and a sum that travelled with gradients: whoever keeps a loss does not keep a bucket."""
+
+    def step(params: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+        loss, grads = px.value_and_grad(lambda p, y: (y @ p["a"] @ p["b"]).square().mean())(params, x)
+        return loss, grads["a"], (2 * x)[1]
+
+    on = px.make_mesh(**axes)
+    out = px.jit(step, mesh=on, in_specs=(P(), P("data")))({"a": values(4, 4, seed=1), "b": values(4, 4, seed=2)}, X)
+    for leaf in out:
+        local = getattr(leaf, "_local_tensor", leaf)
+        for part in local_tensors(leaf).values() if isinstance(local, tc.LocalTensor) else [local]:
+            assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
 def test_a_result_can_be_written_into() -> None:
     on = px.make_mesh(data=1)
     given = px.device_put(X, P("data"), on)
