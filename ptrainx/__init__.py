@@ -27,7 +27,17 @@ from ptrainx.mesh import (
 )
 from ptrainx.ops import accumulate_grads, scan
 from ptrainx.runtime import launch
-from ptrainx.transforms import checkpoint_name, eval_shape, from_module, grad, jit, remat, reshard, value_and_grad
+from ptrainx.transforms import (
+    Precision,
+    checkpoint_name,
+    eval_shape,
+    from_module,
+    grad,
+    jit,
+    remat,
+    reshard,
+    value_and_grad,
+)
 
 __all__ = [
     "AbstractMesh",
@@ -36,6 +46,7 @@ __all__ = [
     "Mesh",
     "P",
     "PartitionSpec",
+    "Precision",
     "ShapeDtypeStruct",
     "TrainState",
     "accumulate_grads",

@@ -4,11 +4,13 @@ from ptrainx.transforms.eval_shape import eval_shape
 from ptrainx.transforms.from_module import from_module
 from ptrainx.transforms.grad import grad, value_and_grad
 from ptrainx.transforms.jit import JitFunction, jit
+from ptrainx.transforms.precision import Precision
 from ptrainx.transforms.remat import checkpoint_name, remat
 from ptrainx.transforms.reshard import reshard
 
 __all__ = [
     "JitFunction",
+    "Precision",
     "checkpoint_name",
     "eval_shape",
     "from_module",

@@ -21,6 +21,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import GradientError
+from ptrainx.core.reductions import reductions_asked_for, widest
 from ptrainx.core.trace_context import current_trace, one_more_grad, open_grads, user_source
 
 __all__ = ["GradFunction", "any_differentiated", "grad", "value_and_grad"]
@@ -74,6 +75,7 @@ class GradFunction:
         self.single = isinstance(argnums, int)
         self.argnums: tuple[int, ...] = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         self._parameters = _parameter_names(fn)
+        self._summed_in: torch.dtype | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value, aux, grads = self.unreduced(*args, **kwargs)
@@ -89,23 +91,34 @@ class GradFunction:
         return ((value, aux) if self.has_aux else value), gradient
 
     def unreduced(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, tuple]:
-        """(value, aux or None, one gradient an argnum), sums over mesh axes still owed."""
+        """(value, aux or None, one gradient an argnum), sums over mesh axes still owed.
+
+        Where a precision policy asks for sums in a wider dtype than a gradient's, the gradient has that one.
+        """
         selected = tuple(self._argument(args, i) for i in self.argnums)
         pairs, treedef = px_tree.flatten_with_path(selected)
         inputs = [self._input(leaf, path) for path, leaf in pairs]
         nested = open_grads() > 0 or (torch.is_grad_enabled() and any(_requires_grad(a) for a in (args, kwargs)))
         layers = [self._layer(path) for path, _ in pairs]
         primals = [_differentiable(x, nested, layer) for x, layer in zip(inputs, layers)]
-        with _phase("forward"), torch.enable_grad(), one_more_grad(), _twice_differentiable(nested):
+        with (
+            reductions_asked_for() as asked,
+            _phase("forward"),
+            torch.enable_grad(),
+            one_more_grad(),
+            _twice_differentiable(nested),
+        ):
             call = list(args)
             for i, argument in zip(self.argnums, px_tree.unflatten(treedef, primals)):
                 call[i] = argument
             out = self.fn(*call, **kwargs)
         value, aux = self._split(out)
+        self._summed_in = widest(asked)
         with _phase("backward"):
             if (trace := current_trace()) is not None:
                 trace.at_call(user_source())
             grads = _gradients(value, primals, nested)
+            grads = [self._wide_enough(g) for g in grads]
             if not nested:
                 grads = [_labelled(g, layer, "gradient") for g, layer in zip(grads, layers)]
         trace = current_trace()
@@ -116,22 +129,23 @@ class GradFunction:
         return value, aux, px_tree.unflatten(treedef, grads)
 
     def pay(self, grads: tuple, args: Sequence[Any]) -> tuple:
-        """Gradients at their arguments' placements, all sums paid."""
+        """Gradients at their arguments' placements, all sums paid, and in their dtypes under a precision policy."""
         selected = tuple(self._argument(args, i) for i in self.argnums)
 
         def one(path: Any, gradient: Any, primal: Any) -> Any:
-            if not isinstance(gradient, DTensor):
-                return gradient
-            wanted = _resting_placements(primal, gradient)
-            if tuple(gradient.placements) == wanted:
-                return gradient
             trace = current_trace()
             where = px_tree.path_expr(path[1:], self._name(path[0]))
             origin = {"layer": self._layer(path), "role": "gradient", "phase": "backward"}
             with trace.marked(asked=True, reason=f"gradient of {where}", **origin) if trace else _nothing():
-                return gradient.redistribute(gradient.device_mesh, wanted)
+                paid = _paid(gradient, _resting_placements(primal, gradient), self._summed_in)
+                return paid if self._summed_in is None else paid.to(as_tensor(primal).dtype)
 
         return px_tree.map_with_path(one, grads, selected)
+
+    def _wide_enough(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._summed_in is None:
+            return gradient
+        return gradient.to(torch.promote_types(gradient.dtype, self._summed_in))
 
     def _name(self, index: int) -> str:
         return f"argument {self.argnums[index]}"
@@ -199,10 +213,20 @@ def _gradients(value: torch.Tensor, primals: list[torch.Tensor], nested: bool) -
     return [torch.zeros_like(p).detach() if g is None else g for p, g in zip(primals, found)]
 
 
-def _resting_placements(primal: Any, gradient: DTensor) -> tuple:
+def _resting_placements(primal: Any, gradient: Any) -> tuple:
     if isinstance(primal, DTensor):
         return tuple(primal.placements)
-    return tuple(torch.distributed.tensor.Replicate() for _ in gradient.placements)
+    mesh_dims = gradient.device_mesh.ndim if isinstance(gradient, DTensor) else 0
+    return (torch.distributed.tensor.Replicate(),) * mesh_dims
+
+
+def _paid(gradient: Any, wanted: tuple, summed_in: torch.dtype | None) -> Any:
+    """A gradient at other placements; what is summed on the way is summed in a dtype, if one is given."""
+    if not isinstance(gradient, DTensor) or tuple(gradient.placements) == wanted:
+        return gradient
+    if summed_in is not None and any(placement.is_partial() for placement in gradient.placements):
+        gradient = gradient.to(summed_in)
+    return gradient.redistribute(gradient.device_mesh, wanted)
 
 
 def _differentiable(x: torch.Tensor, nested: bool, layer: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import SpecError
+from ptrainx.core.reductions import current_reduction
 from ptrainx.core.trace_context import TraceContext, current_trace, user_source
 from ptrainx.mesh.partition_spec import PartitionSpec
 from ptrainx.mesh.placement import check_spec, spec_of_placements, trace_placements
@@ -67,26 +68,45 @@ def _inside(leaf: Any, spec: PartitionSpec | None, where: str, trace: TraceConte
         old if old.is_partial() and new.is_partial() else new for old, new in zip(value.placements, placements)
     )
     if value.requires_grad and torch.is_grad_enabled():
-        return _Constrain.apply(value, kept, trace, user_source())
+        reduction = current_reduction()
+        if reduction is None:
+            return _Constrain.apply(value, kept, value.dtype, None, trace, user_source())
+        original = trace.as_global(reduction.original(leaf))
+        return _Constrain.apply(original, kept, value.dtype, reduction.dtype, trace, user_source())
     return value if tuple(value.placements) == kept else value.redistribute(value.device_mesh, kept)
 
 
 class _Constrain(torch.autograd.Function):
-    """A value at another placement, or the same; its gradient goes back to where the value was, sums paid."""
+    """A value at another placement, or the same; its gradient goes back to where the value was, sums paid.
+
+    Under a precision policy it is one step from the value as it is stored to the gathered one in the compute dtype, so
+    that a gradient that is summed in a wide dtype comes back in it, and is not rounded on the way.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Any, placements: tuple, trace: TraceContext, source: str) -> Any:
-        ctx.before, ctx.trace, ctx.source = value.placements, trace, source
-        moved = value.redistribute(value.device_mesh, placements)
+    def forward(
+        ctx: Any,
+        value: Any,
+        placements: tuple,
+        dtype: torch.dtype,
+        summed_in: torch.dtype | None,
+        trace: TraceContext,
+        source: str,
+    ) -> Any:
+        ctx.before, ctx.dtype, ctx.summed_in = value.placements, value.dtype, summed_in
+        ctx.trace, ctx.source = trace, source
+        moved = value.to(dtype).redistribute(value.device_mesh, placements)
         return moved.view_as(moved) if moved is value else moved
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         target = tuple(Replicate() if placement.is_partial() else placement for placement in ctx.before)
         if tuple(grad.placements) != target:
+            if ctx.summed_in is not None and any(placement.is_partial() for placement in grad.placements):
+                grad = grad.to(ctx.summed_in)
             with ctx.trace.marked(asked=True, reason="gradient of a reshard", source=ctx.source):
                 grad = grad.redistribute(grad.device_mesh, target)
-        return grad, None, None, None
+        return grad.to(ctx.dtype), None, None, None, None, None
 
 
 def _outside(tree: Any, specs: SpecTree) -> Any:

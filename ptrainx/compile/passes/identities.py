@@ -1,9 +1,12 @@
-"""Removes operators that give back what they are given: autograd's detach, aliases, views to the same shape.
+"""Removes operators that give back what they are given: autograd's detach, aliases, views to the same shape, casts to a
+wider dtype and back.
 
 They hide outputs from the analysis of aliases and cost dispatch time.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -28,8 +31,9 @@ _IF_SAME = {
 def drop_identities(graph: RankGraph) -> RankGraph:
     """Readers of an identity read its operand instead."""
     for node in list(graph.module.graph.nodes):
-        if _is_identity(node):
-            node.replace_all_uses_with(node.args[0])
+        same = node.args[0] if _is_identity(node) else _cast_there_and_back(node)
+        if isinstance(same, Node):
+            node.replace_all_uses_with(same)
             graph.module.graph.erase_node(node)
     return graph
 
@@ -40,10 +44,27 @@ def _is_identity(node: Node) -> bool:
         return isinstance(node.args[0], Node) and node.args[0].op != "get_attr"
     if name not in _IF_SAME or not node.args or not isinstance(node.args[0], Node):
         return False
-    after, before = node.meta.get("val"), node.args[0].meta.get("val")
+    return _is_like(node, node.args[0])
+
+
+def _is_like(node: Node, other: Node) -> bool:
+    after, before = node.meta.get("val"), other.meta.get("val")
     return (
         isinstance(after, torch.Tensor)
         and isinstance(before, torch.Tensor)
         and (after.shape, after.stride(), after.dtype, after.device)
         == (before.shape, before.stride(), before.dtype, before.device)
     )
+
+
+def _cast_there_and_back(node: Node) -> Node | None:
+    """The value that a node casts back, if it was cast to a floating-point dtype that holds all of its own's."""
+    wide: Any = node.args[0] if node.args else None
+    if schema_name(node) != "aten::_to_copy" or not isinstance(wide, Node) or schema_name(wide) != "aten::_to_copy":
+        return None
+    start: Any = wide.args[0]
+    if not isinstance(start, Node) or not _is_like(node, start):
+        return None
+    narrow, through = start.meta["val"].dtype, wide.meta["val"].dtype
+    holds = narrow.is_floating_point and through.is_floating_point and torch.promote_types(narrow, through) == through
+    return start if holds else None

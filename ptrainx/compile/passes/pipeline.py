@@ -14,6 +14,7 @@ from ptrainx.compile.passes.flatten_axes import flatten_axes
 from ptrainx.compile.passes.functionalize import functionalize
 from ptrainx.compile.passes.identities import drop_identities
 from ptrainx.compile.passes.loops import trim_loops
+from ptrainx.compile.passes.narrow_gathers import narrow_gathers
 from ptrainx.compile.passes.narrow_random import narrow_random
 from ptrainx.compile.passes.one_pass import Pass
 from ptrainx.compile.passes.recompute import recompute
@@ -39,6 +40,7 @@ PASSES: list[Pass] = [
     Pass("share_common", share_common),
     Pass("drop_dead", drop_dead),
     Pass("narrow_random", _narrow_random),
+    Pass("narrow_gathers", narrow_gathers),
     Pass("share_gathers", share_gathers),
     Pass("cancel_gathers", cancel_gathers, exact=False),
     Pass("scatter_reductions", scatter_reductions, exact=False),
