@@ -26,6 +26,7 @@ from ptrainx.mesh import (
     visualize_sharding,
 )
 from ptrainx.ops import accumulate_grads, scan
+from ptrainx.optim import DynamicLossScale
 from ptrainx.runtime import launch
 from ptrainx.transforms import (
     Precision,
@@ -41,6 +42,7 @@ from ptrainx.transforms import (
 
 __all__ = [
     "AbstractMesh",
+    "DynamicLossScale",
     "Hardware",
     "Link",
     "Mesh",

@@ -9,6 +9,7 @@ from ptrainx.ops.random import (
     normal,
     randint,
     split,
+    stochastic_round,
     truncated_normal,
     uniform,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "normal",
     "randint",
     "split",
+    "stochastic_round",
     "truncated_normal",
     "uniform",
 ]

@@ -14,6 +14,7 @@ from ptrainx.core.tree import (
     structure,
     unflatten,
 )
+from ptrainx.core.tree_where import where
 
 __all__ = [
     "NAMESPACE",
@@ -28,4 +29,5 @@ __all__ = [
     "register_dataclass",
     "structure",
     "unflatten",
+    "where",
 ]

@@ -7,6 +7,8 @@ from ptrainx.optim.clipping import clip, clip_by_global_norm, global_norm
 from ptrainx.optim.combine import MaskedState, chain, masked
 from ptrainx.optim.inject import InjectHyperparamsState, inject_hyperparams
 from ptrainx.optim.lion_rule import ScaleByLionState, scale_by_lion
+from ptrainx.optim.loss_scale import DynamicLossScale, LossScaleState, all_finite
+from ptrainx.optim.master import MasterState, with_master
 from ptrainx.optim.momentum_rule import TraceState, trace
 from ptrainx.optim.rms_rule import ScaleByRmsState, ScaleByRssState, scale_by_rms, scale_by_rss
 from ptrainx.optim.scaling import (
@@ -30,10 +32,13 @@ from ptrainx.optim.schedules import (
 )
 
 __all__ = [
+    "DynamicLossScale",
     "EmptyState",
     "GradientTransformation",
     "InjectHyperparamsState",
+    "LossScaleState",
     "MaskedState",
+    "MasterState",
     "ScaleByAdamState",
     "ScaleByLionState",
     "ScaleByRmsState",
@@ -45,6 +50,7 @@ __all__ = [
     "adam",
     "adamw",
     "add_decayed_weights",
+    "all_finite",
     "apply_updates",
     "chain",
     "clip",
@@ -75,4 +81,5 @@ __all__ = [
     "trace",
     "warmup_cosine_decay",
     "warmup_cosine_decay_schedule",
+    "with_master",
 ]

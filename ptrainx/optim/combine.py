@@ -8,7 +8,7 @@ from ptrainx.core import tree
 from ptrainx.core.errors import HyperparameterError, TreeError
 from ptrainx.optim.base import GradientTransformation
 
-__all__ = ["MaskedState", "chain", "masked"]
+__all__ = ["MaskedState", "chain", "masked", "require_transform"]
 
 
 def chain(*transforms: GradientTransformation) -> GradientTransformation:
@@ -32,7 +32,7 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     tensor([-0.0500, -0.1000])
     """
     for position, transform in enumerate(transforms):
-        _require_transform(f"chain: argument {position}", transform)
+        require_transform(f"chain: argument {position}", transform)
 
     def init(params: Any) -> tuple:
         return tuple(transform.init(params) for transform in transforms)
@@ -86,7 +86,7 @@ def masked(inner: GradientTransformation, mask: Any) -> GradientTransformation:
     >>> only_matrices.update(grads, only_matrices.init(grads), grads)[0]
     {'b': tensor([1., 1.]), 'w': tensor([[10., 10.]])}
     """
-    _require_transform("masked: inner", inner)
+    require_transform("masked: inner", inner)
     if not callable(mask):
         _require_bools(mask)
 
@@ -111,7 +111,8 @@ def masked(inner: GradientTransformation, mask: Any) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-def _require_transform(where: str, value: Any) -> None:
+def require_transform(where: str, value: Any) -> None:
+    """Refuses what is no pair of init and update."""
     if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
         return
     raise HyperparameterError(
