@@ -100,7 +100,7 @@ def logits(params: dict[str, Any], tokens_BT: Tensor, config: Config, place: Pla
         place: where activations lie.
 
     Returns:
-        float32 [B, T, V].
+        [B, T, V], in the parameters' dtype.
     """
     x_BTD = place(_embed(params["embed"], tokens_BT) + params["position"][: tokens_BT.shape[1]])
     for block in params["blocks"]:
@@ -112,8 +112,8 @@ def logits(params: dict[str, Any], tokens_BT: Tensor, config: Config, place: Pla
 def losses(
     params: dict[str, Any], tokens_BT: Tensor, targets_BT: Tensor, config: Config, place: Place = anywhere
 ) -> Tensor:
-    """Cross-entropy of each target byte in nats, [B, T]."""
-    scores_BTV = logits(params, tokens_BT, config, place)
+    """Cross-entropy of each target byte in nats, float32 [B, T], whatever dtype the model is computed in."""
+    scores_BTV = logits(params, tokens_BT, config, place).float()
     return F.cross_entropy(scores_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none").view(targets_BT.shape)
 
 

@@ -4,6 +4,7 @@
     ptrainx run -n 2 examples/gpt/train.py                                    two, data-parallel
     ptrainx run -n 4 examples/gpt/train.py --mesh data=2,model=2 --zero 3     four, parameters split both ways
     python examples/gpt/train.py --mesh data=4,model=2 --simulate             eight devices simulated in one process
+    python examples/gpt/train.py --precision bf16                             computed in bfloat16, stored in float32
 
 In: text, by default the source of Python's standard library. Out, in the folder `--out`: `metrics.jsonl`, `loss.png`
 and `params.safetensors`; on the terminal the loss on held-out text and a sample of the model's own.
@@ -55,6 +56,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     for name, default in vars(Config()).items():
         size.add_argument(f"--{name}", type=int, default=default, help="(default %(default)s)")
     size.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default %(default)s)")
+    size.add_argument("--precision", choices=("f32", "bf16", "fp16"), default="f32", help="(default %(default)s)")
     size.add_argument("--weight-decay", type=float, default=0.1, help="of matrices (default %(default)s)")
     chosen = parser.parse_args(argv)
     if chosen.steps < 0:
@@ -85,12 +87,18 @@ def make_optimizer(o: argparse.Namespace) -> px.optim.GradientTransformation:
 
 
 def make_step(o: argparse.Namespace, config: Config, mesh: px.Mesh) -> tuple[Any, Any, px.TrainState]:
-    """(init, step, specs): two jitted functions, and where the state lies that they pass on."""
+    """(init, step, specs): two jitted functions, and where the state lies that they pass on.
+
+    Parameters and optimizer state are float32; the model is computed in `--precision`, with a loss scale for float16.
+    """
     optimizer = make_optimizer(o)
+    policy = px.Precision.parse(o.precision)
+    scaling = px.DynamicLossScale() if policy.compute == torch.float16 else None
 
     def init(key: torch.Tensor) -> px.TrainState:
         params = model.init(key, config)
-        return px.TrainState(step=0, params=params, opt_state=optimizer.init(params), key=key)
+        states = (optimizer.init(params), scaling.init()) if scaling else (optimizer.init(params),)
+        return px.TrainState(step=0, params=params, opt_state=states, key=key)
 
     shapes = px.eval_shape(init, px.random.key(o.seed))
     specs = tensor_parallel(shapes, config, mesh)
@@ -104,6 +112,7 @@ def make_step(o: argparse.Namespace, config: Config, mesh: px.Mesh) -> tuple[Any
     def place(x_BTD: torch.Tensor) -> torch.Tensor:
         return px.reshard(x_BTD, P("data"))
 
+    @policy
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         if o.zero == 3:
             params = px.reshard(params, used)  # gathered for use; the gradients come back split
@@ -111,11 +120,24 @@ def make_step(o: argparse.Namespace, config: Config, mesh: px.Mesh) -> tuple[Any
 
     @px.jit(mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), donate_argnums=0, backend=o.backend)
     def step(state: px.TrainState, batch: Any) -> tuple[px.TrainState, dict[str, torch.Tensor]]:
-        loss, grads = px.value_and_grad(loss_fn, reduce=False)(state.params, batch)
-        grads = px.reshard(grads, owned)  # the sums over `data` are paid here: whole, or each device its part
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        before, *scale = state.opt_state
+
+        def objective(params: Any, batch: Any) -> torch.Tensor:
+            return scaling.scale(*scale, loss_fn(params, batch)) if scaling else loss_fn(params, batch)
+
+        loss, grads = px.value_and_grad(objective, reduce=False)(state.params, batch)
+        grads = policy.reshard(grads, owned)  # the sums over `data` are paid here: whole, or each device its part
+        if scaling:
+            loss, grads = scaling.unscale(*scale, (loss, grads))
+        updates, after = optimizer.update(grads, before, state.params)
         params = px.optim.apply_updates(state.params, updates)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss}
+        metrics = {"loss": loss}
+        if scaling:
+            finite = px.optim.all_finite(grads)  # a step that overflowed on any device changes nothing on all of them
+            params, after = px.tree.where(finite, (params, after), (state.params, before))
+            metrics["loss_scale"] = scale[0].scale
+            scale = [scaling.adjust(*scale, finite)]
+        return state.replace(step=state.step + 1, params=params, opt_state=(after, *scale)), metrics
 
     return px.jit(init, mesh=mesh, out_specs=specs, backend=o.backend), step, specs
 
@@ -136,6 +158,7 @@ def train(o: argparse.Namespace) -> None:
     run = {
         **{"mesh": mesh.shape, "backend": o.backend, "world": world.size, "zero": o.zero, "simulated": o.simulate},
         **{"parameters": sum(leaf.numel() for leaf in px.tree.leaves(state.params)), "seed": o.seed, "lr": o.lr},
+        "precision": o.precision,
         **{"steps": o.steps, "batch": o.batch, "data": o.data or "the standard library", **vars(config)},
     }
     began = time.perf_counter()
@@ -146,8 +169,9 @@ def train(o: argparse.Namespace) -> None:
             start = time.perf_counter()
             batch = next(batches)
             state, values = step(state, batch)
-            loss, seconds = float(values["loss"]), time.perf_counter() - start
-            record = {"step": number, "loss": loss, "tokens_per_s": o.batch * config.context / seconds}
+            values = {name: float(value) for name, value in values.items()}
+            seconds = time.perf_counter() - start
+            record = {"step": number, **values, "tokens_per_s": o.batch * config.context / seconds}
             record |= {"step_s": seconds, "rss_mib": px.observe.rss_mib()}
             progress.update(number, record)
             if number == 1:
