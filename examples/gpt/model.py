@@ -112,8 +112,8 @@ def logits(params: dict[str, Any], tokens_BT: Tensor, config: Config, place: Pla
 def losses(
     params: dict[str, Any], tokens_BT: Tensor, targets_BT: Tensor, config: Config, place: Place = anywhere
 ) -> Tensor:
-    """Cross-entropy of each target byte in nats, float32 [B, T], whatever dtype the model is computed in."""
-    scores_BTV = logits(params, tokens_BT, config, place).float()
+    """Cross-entropy of each target byte in nats, [B, T], in float32 where the model is computed in less."""
+    scores_BTV = _wide(logits(params, tokens_BT, config, place))
     return F.cross_entropy(scores_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none").view(targets_BT.shape)
 
 
@@ -123,12 +123,20 @@ def mean_loss(params: dict[str, Any], batch: tuple[Tensor, Tensor], config: Conf
 
 
 def _embed(table_KVD: Tensor, tokens_BT: Tensor) -> Tensor:
-    """A sum of embeddings: of the byte itself, of the one before it, and so on, each with a table of its own."""
-    x_BTD = F.embedding(tokens_BT, table_KVD[0])
+    """A sum of embeddings: of the byte itself, of the one before it, and so on, each with a table of its own.
+
+    In float32: the gradient adds up the rows of equal bytes, hundreds of them, where bfloat16 counts up to 256.
+    """
+    wide_KVD = _wide(table_KVD)
+    x_BTD = F.embedding(tokens_BT, wide_KVD[0])
     for k in range(1, min(len(table_KVD), tokens_BT.shape[1])):
-        before_BTD = F.embedding(tokens_BT[:, :-k], table_KVD[k])
+        before_BTD = F.embedding(tokens_BT[:, :-k], wide_KVD[k])
         x_BTD = x_BTD + F.pad(before_BTD, (0, 0, k, 0))
-    return x_BTD
+    return x_BTD.to(table_KVD.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _norm(x_BTD: Tensor, weight_D: Tensor) -> Tensor:
