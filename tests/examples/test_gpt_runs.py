@@ -140,8 +140,8 @@ def test_the_mesh_changes_neither_initial_parameters_nor_losses(pool, text, alon
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_halves_change_losses_by_their_rounding_and_no_initial_parameter(pool, text, alone, at_first, precision):
-    options = ["--mesh", "data=2", "--simulate", "--zero", 3, "--data", text, "--steps", STEPS, "--precision", precision]
-    initial, losses = pool.run(first_steps, 1, options, timeout=240)[0]
+    options = ["--mesh", "data=2", "--simulate", "--zero", 3, "--precision", precision]
+    initial, losses = pool.run(first_steps, 1, [*options, "--data", text, "--steps", STEPS], timeout=240)[0]
     assert [path for path, tensor in initial.items() if not tensor.equal(at_first[1][path])] == []
     assert losses == pytest.approx([line["loss"] for line in results(alone[0])[0]], rel=5e-3)
 

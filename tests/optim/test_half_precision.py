@@ -94,3 +94,22 @@ def test_mistakes():
         optimizer.update(START, optimizer.init(START))
     with pytest.raises(InputError, match="key is not a random key"):
         optim.apply_updates(START, START, key=3)
+
+
+def test_parameters_are_gathered_in_bfloat16_where_their_master_copies_lie_in_parts():
+    optimizer, specs = optim.with_master(optim.adam(1e-3)), {"w": P(), "b": P()}
+    state = optimizer.init(START)
+    state_specs = px.match_rules([(r"(^|/)w$", P("data")), (r".*", P())], state)
+
+    def step(params, state, x):
+        grads = px.grad(lambda p: ((x @ p["w"].float()).sum(1) * p["b"].sum()).sum(), reduce=False)(params)
+        grads = px.reshard(grads, {"w": P("data"), "b": P()})
+        updates, state = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state
+
+    mesh, args = px.make_mesh(data=2, simulate=True), (START, state, values(4, 8))
+    step = px.jit(step, mesh=mesh, in_specs=(specs, state_specs, P("data")), out_specs=(specs, state_specs))
+    gathers = [row.bytes for row in step.comms(*args) if row.kind == "all_gather"]
+    assert gathers == [START["w"].numel() // 2 * 2]
+    params, state = step(*args)
+    assert torch.equal(px.device_get(params)["w"], px.device_get(state).master["w"].bfloat16())
