@@ -8,7 +8,6 @@ for; a loop runs step by step. What kernels use inside, and what an allocator ke
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from ptrainx.compile.graph import (
     schema_name,
 )
 from ptrainx.compile.memory_report import Holder, MemoryReport
+from ptrainx.compile.memory_values import Buffer, Pending, Value, buffers_of, bytes_of_storage, bytes_of_value
 from ptrainx.compile.reuse import plan_reuse
 from ptrainx.compile.shared_memory import can_share
 from ptrainx.compile.stage_loops import StagedLoop, is_list, stage_loop
@@ -57,32 +57,6 @@ def report_memory(program: Program, graph: RankGraph) -> MemoryReport:
     )
 
 
-@dataclasses.dataclass(eq=False)
-class _Buffer:
-    """Memory that tensors share; `refs` counts the variables that hold one."""
-
-    bytes: int
-    holder: Holder
-    refs: int = 0
-
-
-@dataclasses.dataclass
-class _Pending:
-    """A collective under way: what becomes its result, and what it keeps besides.
-
-    Attributes:
-        parts: of how many parts the result is added up, in memory of its own, when it is waited for; 0 if it is not.
-    """
-
-    result: _Buffer
-    held: list[_Buffer]
-    parts: int = 0
-
-
-Value = Any
-"""A `_Buffer`, a `_Pending`, None for what is no tensor, or a list of such."""
-
-
 class _Run:
     """One execution, without data.
 
@@ -96,11 +70,11 @@ class _Run:
         self.program, self.graph, self.look_at = program, graph, look_at
         self.sizes: Mapping[str, int] = program.mesh.shape
         self.gloo = program.device.type == "cpu"
-        self.live: dict[_Buffer, None] = {}  # in order: who is first is told first
+        self.live: dict[Buffer, None] = {}  # in order: who is first is told first
         self.now = self.peak = self.argument_bytes = self.events = 0
         self.peak_event = 0
         self.peak_at = (program.source, "forward")
-        self.seen: list[_Buffer] = []
+        self.seen: list[Buffer] = []
 
     def execute(self) -> int:
         """Runs the graph; returns the bytes of its results."""
@@ -108,7 +82,7 @@ class _Run:
         args, donated = [], set()
         for i, node in enumerate(placeholders):
             argument = self.program.arguments[i] if i < len(self.program.arguments) else None
-            buffer = self._allocate(node, _storage_bytes(node), argument.path if argument else "captured")
+            buffer = self._allocate(node, bytes_of_storage(node), argument.path if argument else "captured")
             args.append(self._hold(buffer))
             if argument is not None and argument.donated:
                 donated.add(i)
@@ -116,16 +90,16 @@ class _Run:
                 self._hold(buffer)
         self.argument_bytes = self.now
         results = self.run(self.graph.module, args, donated, separate=True)
-        return sum(buffer.bytes for buffer in {id(b): b for b in _buffers(results)}.values())
+        return sum(buffer.bytes for buffer in {id(b): b for b in buffers_of(results)}.values())
 
     def run(self, module: GraphModule, args: Sequence[Value], donated: set[int], separate: bool = False) -> list[Value]:
         """Executes a graph; takes over the variables in `args`, and gives the caller those of the results."""
         return _Frame(self, module, args, donated).results(separate)
 
-    def _allocate(self, node: Node, size: int, what: str = "") -> _Buffer:
+    def _allocate(self, node: Node, size: int, what: str = "") -> Buffer:
         origin = origin_of(node)
         name = what or schema_name(node).split("::")[-1] or str(node.target)
-        buffer = _Buffer(size, Holder(size, name, origin.source, origin.phase, origin.layer, origin.role))
+        buffer = Buffer(size, Holder(size, name, origin.source, origin.phase, origin.layer, origin.role))
         self.live[buffer] = None
         self.now += size
         self.events += 1
@@ -136,12 +110,12 @@ class _Run:
         return buffer
 
     def _hold(self, value: Value) -> Value:
-        for buffer in _buffers(value):
+        for buffer in buffers_of(value):
             buffer.refs += 1
         return value
 
     def _drop(self, value: Value) -> None:
-        for buffer in _buffers(value):
+        for buffer in buffers_of(value):
             buffer.refs -= 1
             if buffer.refs == 0:
                 del self.live[buffer]
@@ -160,7 +134,7 @@ class _Frame:
         self.values: dict[Node, Value] = {}
         self.roots = alias_roots(self.graph)
         self.reused = plan_reuse(self.graph, donated)
-        self.buffers: dict[int, _Buffer] = {}
+        self.buffers: dict[int, Buffer] = {}
         self.last: dict[Node, Node] = {}
         for node in self.graph.nodes:
             for operand in node.all_input_nodes:
@@ -169,7 +143,7 @@ class _Frame:
         self.kept = {self.roots[n] for i, n in enumerate(self.placeholders) if i not in donated and n in self.roots}
         for node, value in zip(self.placeholders, args):
             self.values[node] = value
-            if isinstance(value, _Buffer) and node in self.roots:
+            if isinstance(value, Buffer) and node in self.roots:
                 self.buffers[self.roots[node]] = value
         for node in self.placeholders:
             if not node.users:
@@ -236,7 +210,7 @@ class _Frame:
             value = self.values[result]
             root = self.roots.get(result)
             if separate and (root in taken or keeps_more(result)):
-                value = self.run._allocate(result, _bytes(result.meta["val"]))
+                value = self.run._allocate(result, bytes_of_value(result.meta["val"]))
             out.append(self.run._hold(value))
             if root is not None:
                 taken.add(root)
@@ -249,7 +223,7 @@ class _Frame:
     def _collective(self, node: Node) -> Value:
         operand: Any = node.args[0]
         given, kind = self.values[operand], schema_name(node).split("::")[-1]
-        size = _bytes(operand.meta["val"])
+        size = bytes_of_value(operand.meta["val"])
         if kind in _PIECES:
             return self._pieces(node, given)
         if kind == "shard_dim_alltoall":
@@ -261,27 +235,27 @@ class _Frame:
         averaged = kind == "all_reduce" and node.args[1] == "avg"
         parts = members if members > 1 and (scattered or averaged) else 0
         if kind == "all_reduce" and self._is_temporary(operand):
-            return _Pending(given, [], parts)
+            return Pending(given, [], parts)
         whole = kind in ("all_reduce", "broadcast") or (scattered and members > 1)
-        made = self.run._allocate(node, size if whole else _bytes(node.meta["val"]))
+        made = self.run._allocate(node, size if whole else bytes_of_value(node.meta["val"]))
         holds = kind not in ("all_reduce", "broadcast") and members > 1
-        return _Pending(made, [given] if holds else [], parts)
+        return Pending(made, [given] if holds else [], parts)
 
     def _pieces(self, node: Node, given: Value) -> Value:
-        result, members = _bytes(node.meta["val"]), self._members(node)
+        result, members = bytes_of_value(node.meta["val"]), self._members(node)
         held = given if isinstance(given, list) else [given]
         if members == 1 or (self.run.gloo and can_share()):
-            return _Pending(self.run._allocate(node, result), held if members > 1 else [])
-        sent = _bytes(node.args[0].meta["val"])  # type: ignore[union-attr]
+            return Pending(self.run._allocate(node, result), held if members > 1 else [])
+        sent = bytes_of_value(node.args[0].meta["val"])  # type: ignore[union-attr]
         packed = [self.run._allocate(node, sent)] if isinstance(given, list) else held
-        return _Pending(self.run._allocate(node, max(sent, result)), packed, 2 if result > sent else members)
+        return Pending(self.run._allocate(node, max(sent, result)), packed, 2 if result > sent else members)
 
     def _wait(self, node: Node) -> Value:
         pending = self.values[node.args[0]]  # type: ignore[index]
-        if not isinstance(pending, _Pending):
+        if not isinstance(pending, Pending):
             return pending
         if pending.parts:
-            size = _bytes(node.meta["val"])
+            size = bytes_of_value(node.meta["val"])
             if pending.parts > 2 and pending.held:
                 self.run.passing(node, 2 * size)
             made = self.buffers[self.roots[node]] = self.run._allocate(node, size, pending.result.holder.what)
@@ -307,7 +281,7 @@ class _Frame:
         for i, operand in enumerate(operands):
             value = self.values[operand]
             if i in staged.owned and i < staged.loop.form.n_carry and not self._is_temporary(operand):
-                value = self.run._allocate(node, _bytes(operand.meta["val"]))
+                value = self.run._allocate(node, bytes_of_value(operand.meta["val"]))
             box.append(self.run._hold(value))
         for operand in dead:
             self._let_go(operand)
@@ -325,7 +299,7 @@ class _LoopRun:
         self.ys: list[Value] = [
             [None] * self.form.length
             if i in staged.lists
-            else run._hold(run._allocate(staged.loop.node, self.form.length * _bytes(y.meta["val"]), "stack"))
+            else run._hold(run._allocate(staged.loop.node, self.form.length * bytes_of_value(y.meta["val"]), "stack"))
             for i, y in enumerate(results[self.form.n_carry :])
         ]
 
@@ -385,32 +359,12 @@ class _LoopRun:
             self.run._drop(value)
 
 
-def _buffers(value: Value) -> list[_Buffer]:
-    """The buffers that a variable holds."""
-    if isinstance(value, _Buffer):
-        return [value]
-    if isinstance(value, _Pending):
-        return [value.result, *value.held]
-    if isinstance(value, list):
-        return [buffer for item in value for buffer in _buffers(item)]
-    return []
-
-
 _PIECES = ("all_gather_pieces", "reduce_scatter_pieces")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 
 def _blocked_bytes(node: Node, made: Value) -> int:
     """What oneDNN's convolutions hold beside their results: the largest operand and results in its blocked layout."""
-    operand = max(_bytes(n.meta["val"]) for n in node.all_input_nodes)
-    results = sum(buffer.bytes for buffer in _buffers(made))
+    operand = max(bytes_of_value(n.meta["val"]) for n in node.all_input_nodes)
+    results = sum(buffer.bytes for buffer in buffers_of(made))
     return operand + results if schema_name(node) == _CONVOLUTIONS[1] else max(operand - results, results)
-
-
-def _bytes(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
-
-
-def _storage_bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ptrainx.compile.shared_segment import Segment, Views, can_share, chunks_of, chunks_of_pieces, open_segment
+from ptrainx.core import torch_compat as tc
 
 __all__ = ["SharedMemoryGroup", "can_share"]
 
@@ -135,7 +136,7 @@ class SharedMemoryGroup:
             torch.cat(first, out=mine)
             sums = mine.split([part.numel() for part in first])
             for parts in rest:
-                torch._foreach_add_(sums, parts)
+                tc.add_each_(sums, parts)
 
         return segment.start("reduce_scatter", chunks, take)
 

@@ -49,6 +49,7 @@ __all__ = [
     "ProcessGroup",
     "TensorMeta",
     "TracingContext",
+    "add_each_",
     "all_local_coordinates",
     "compute_local_shape_and_global_offset",
     "default_store",
@@ -179,6 +180,11 @@ def set_implicit_replication(value: bool) -> bool:
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = value
     return before
+
+
+def add_each_(sums: tuple[torch.Tensor, ...], addends: list[torch.Tensor]) -> None:
+    """Adds to each tensor its addend, in one call."""
+    torch._foreach_add_(sums, addends)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
