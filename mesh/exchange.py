@@ -75,6 +75,10 @@ def _shard_dim(inputs: Tensors, gather_dim: int, shard_dim: int) -> Tensors:
     return [part.clone() for part in whole.chunk(len(inputs), shard_dim)]
 
 
+def _permute(inputs: Tensors, sources: Sequence[int]) -> Tensors:
+    return [torch.zeros_like(inputs[j]) if i < 0 else inputs[i].clone() for j, i in enumerate(sources)]
+
+
 COLLECTIVES: dict[str, Callable[..., Tensors]] = {
     "_c10d_functional::all_reduce": _all_reduce,
     "_c10d_functional::all_gather_into_tensor": _all_gather,
@@ -84,6 +88,7 @@ COLLECTIVES: dict[str, Callable[..., Tensors]] = {
     "_c10d_functional::all_to_all_single": _all_to_all,
     "_c10d_functional::broadcast": _broadcast,
     "_dtensor::shard_dim_alltoall": _shard_dim,
+    "ptrainx::ppermute": _permute,
 }
 """Operator name to its meaning; arguments after the tensor and before the group's name follow the inputs."""
 

@@ -61,7 +61,7 @@ class SimulatedMode(tc.LocalTensorMode):
         tensor, *middle, group_name = args
         every = _every_rank(tensor, self.device_mesh)
         outputs: dict[int, torch.Tensor] = {}
-        for group in self.device_mesh.group_ranks[group_name]:
+        for group in self.device_mesh.groups_called(group_name):
             rank_args = [_on_rank(middle, rank) for rank in group]
             outputs.update(zip(group, exchange(name, [every[rank] for rank in group], rank_args)))
         return tc.LocalTensor({rank: outputs[rank] for rank in sorted(outputs)})

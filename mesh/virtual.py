@@ -78,6 +78,13 @@ class VirtualDeviceMesh(DeviceMesh):
         assert self._coordinate_on_dim is not None
         return self._coordinate_on_dim
 
+    def groups_called(self, name: str) -> list[list[int]]:
+        """The ranks of each group of this name: along one axis, or along several, whose groups' names `*` joins."""
+        if name not in self.group_ranks:
+            dims = [self._dim_group_names.index(part) for part in name.split("*")]  # type: ignore[arg-type]
+            self.group_ranks[name] = axis_groups(tuple(self.shape), *dims)
+        return self.group_ranks[name]
+
     def ensure_registered(self) -> None:
         """Makes the groups known again after a real world's end has made torch forget every name."""
         for name, group in self._pg_registry.items():

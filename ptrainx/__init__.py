@@ -26,6 +26,19 @@ from ptrainx.mesh import (
     visualize_sharding,
 )
 from ptrainx.ops import accumulate_grads, scan
+from ptrainx.ops.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+)
 from ptrainx.optim import DynamicLossScale
 from ptrainx.runtime import launch
 from ptrainx.transforms import (
@@ -37,6 +50,7 @@ from ptrainx.transforms import (
     jit,
     remat,
     reshard,
+    shard_map,
     value_and_grad,
 )
 
@@ -52,6 +66,10 @@ __all__ = [
     "ShapeDtypeStruct",
     "TrainState",
     "accumulate_grads",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
     "block_until_ready",
     "checkpoint_name",
     "checkpoint_policies",
@@ -73,12 +91,20 @@ __all__ = [
     "observe",
     "ops",
     "optim",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
     "random",
     "register_dataclass",
     "remat",
     "reshard",
     "runtime",
     "scan",
+    "shard_map",
     "shutdown",
     "spec_of",
     "testing",

@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import InputError
+from ptrainx.mesh.per_shard import PerShardMesh, joined, like_per_shard
 from ptrainx.mesh.placement import contiguous_strides
 from ptrainx.mesh.simulated import on_all_ranks
 from ptrainx.ops.random.operator import RANDOM
@@ -110,6 +111,10 @@ def draw(
         return RANDOM(key, shape, [0] * len(shape), shape, dist, a, b)
     owner: DTensor = like if like is not None else key  # type: ignore[assignment]
     mesh = owner.device_mesh
+    if isinstance(mesh, PerShardMesh):
+        # A rank's own value is drawn whole, and differs between ranks as the key does.
+        local = RANDOM(_local_key(key, owner), shape, [0] * len(shape), shape, dist, a, b)
+        return like_per_shard(local, mesh, joined([key], mesh))
     wanted = tuple(placements or (Replicate(),) * mesh.ndim)
     drawn = tuple(p if _is_block(p) else Replicate() for p in wanted)
     local_key = _local_key(key, owner)
@@ -131,6 +136,8 @@ def on_local(fn: Callable[..., Tensor], key: Tensor, *tensors: Tensor) -> Tensor
     locals_ = (_local_key(key, owner), *(_replica(t) for t in tensors))
     with _where_locals_live(owner):
         out = fn(*locals_)
+    if isinstance(owner.device_mesh, PerShardMesh):
+        return like_per_shard(out, owner.device_mesh, joined([key, *tensors], owner.device_mesh))
     return _wrap(out, owner, (Replicate(),) * owner.device_mesh.ndim, out.shape)
 
 
@@ -170,6 +177,8 @@ def _replica(value: Tensor) -> Tensor:
     """The whole value, as this rank holds it."""
     if not isinstance(value, DTensor):
         return value
+    if isinstance(value.device_mesh, PerShardMesh):
+        return value._local_tensor
     return value.redistribute(value.device_mesh, (Replicate(),) * value.device_mesh.ndim)._local_tensor
 
 

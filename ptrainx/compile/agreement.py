@@ -66,7 +66,8 @@ def _meaning(node: Node, times: int, graph: RankGraph) -> str:
         value = node.meta.get("val")
         return f"{name} {describe(value)}" if isinstance(value, torch.Tensor) else name
     operand, *middle, _ = node.args
-    plain = [m for m in middle if isinstance(m, (str, int))]
+    # What each rank sends and takes in an uneven all-to-all may differ; whom a permutation sends to may not.
+    plain = [m for m in middle if isinstance(m, (str, int)) or name == "ppermute"]
     axis = graph.axis_of[axis_group(node)]
     return f"{name} over {axis} of {describe(operand.meta['val'])} {plain} {times} times"  # type: ignore[union-attr]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrainx.compile.shared_memory import SharedMemoryGroup, can_share
+from ptrainx.compile.shared_memory import SharedMemoryGroup, can_share, permute_by_blocks
 from ptrainx.mesh.axes import join_axes, split_axes
 
 __all__ = ["Channel", "Channels", "FlatChannel", "Pending", "open_channels", "tapped"]
@@ -137,6 +137,15 @@ class Channel:
         out = torch.empty_like(blocks)
         self.group.alltoall_base(out, blocks, [], []).wait()
         return torch.cat(list(out.unbind(0)), gather_dim)
+
+    def ppermute(self, x: torch.Tensor, sources: Sequence[int]) -> Pending:
+        """Member j gets the value of member `sources[j]`; zeros where that is -1."""
+        x = x.contiguous()
+        out = torch.zeros_like(x)
+        if hasattr(self.group, "permute"):
+            return Pending(out, self.group.permute(out, x, list(sources)), held=x)
+        me = self.ranks.index(dist.get_rank())
+        return Pending(out, permute_by_blocks(self.group, out, x, list(sources), me), held=x)
 
     def broadcast(self, x: torch.Tensor, source: int) -> Pending:
         """The value of global rank `source`, everywhere."""

@@ -26,7 +26,7 @@ class Comm:
     """One kind of communication at one place.
 
     Attributes:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `broadcast`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
         axis: the mesh axis it goes over; of several together, `data*model`.
         bytes: what one rank sends over the wire, all `count` together, with ring algorithms.
         count: how many collectives; those in a loop count once a step.
@@ -115,6 +115,7 @@ _KINDS = {
     "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
+    "ppermute": "permute",
 }
 
 
@@ -135,7 +136,7 @@ def wire_bytes(kind: str, operand: torch.Tensor, n: int) -> int:
         return 2 * size * (n - 1) // n
     if kind == "all_gather":
         return size * (n - 1)
-    if kind == "broadcast":
+    if kind in ("broadcast", "permute"):
         return size if n > 1 else 0
     return size * (n - 1) // n
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ptrainx.compile.comms import wire_bytes
+from ptrainx.compile.shared_memory import permute_by_blocks
 
 __all__ = ["CountingGroup", "Sent"]
 
@@ -86,6 +87,13 @@ class CountingGroup(dist.ProcessGroup):
     def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
         self._count("all_to_all", tensor)
         return self.tapped.alltoall_base(output, tensor, *rest)
+
+    def permute(self, output: torch.Tensor, tensor: torch.Tensor, sources: list[int]) -> Any:
+        """Counts a permutation, which shared memory knows and other groups run by blocks."""
+        self._count("permute", tensor)
+        if hasattr(self.tapped, "permute"):
+            return self.tapped.permute(output, tensor, sources)
+        return permute_by_blocks(self.tapped, output, tensor, sources, self.tapped.rank())
 
     def broadcast(self, tensors: list[torch.Tensor], *options: Any) -> Any:  # type: ignore[override]
         for tensor in tensors:

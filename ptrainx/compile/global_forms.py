@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrainx.compile.mean_losses import cross_entropy, nll_loss
 
-__all__ = ["GLOBAL_FORMS", "batch_norm", "set_item"]
+__all__ = ["GLOBAL_FORMS", "PER_SHARD_FORMS", "batch_norm", "set_item"]
 
 T = torch.Tensor
 
@@ -91,3 +91,6 @@ GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
     F.nll_loss: nll_loss,
 }
 """Function -> how it is computed where its arguments are global values."""
+
+PER_SHARD_FORMS: dict[Any, Callable[..., Any]] = {F.batch_norm: batch_norm, torch.batch_norm: _batch_norm}
+"""The same where they are one rank's own."""

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from ptrainx.compile.global_forms import GLOBAL_FORMS
+from ptrainx.compile.global_forms import GLOBAL_FORMS, PER_SHARD_FORMS
 from ptrainx.compile.rules import READ_FIX, refuse_randomness
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
@@ -23,6 +23,7 @@ from ptrainx.core.trace_context import TraceContext, user_source
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
 from ptrainx.mesh.placement import contiguous_strides, trace_placements
 from ptrainx.mesh.transfer import same_mesh
+from ptrainx.ops.collectives.relate import relate
 
 __all__ = ["Captures", "EagerValues", "GlobalValues"]
 
@@ -113,8 +114,8 @@ class Captures:
         self.values.append(value)
         self.versions.append(None if placed else value._version)
         self.fakes.append(fake)
-        placements = tuple(value.placements) if isinstance(value, DTensor) else (Replicate(),) * trace.view.ndim
-        spec = tc.make_spec(trace.view, placements, value.shape, contiguous_strides(value.shape), value.dtype)
+        placements = tuple(value.placements) if isinstance(value, DTensor) else (Replicate(),) * self.view.ndim
+        spec = tc.make_spec(self.view, placements, value.shape, contiguous_strides(value.shape), value.dtype)
         return tc.wrap_local(fake, spec)
 
 
@@ -145,7 +146,8 @@ class GlobalValues(TorchFunctionMode):
         with tc.DisableTorchFunctionSubclass():
             arguments: Any = (args, kwargs)
             args, kwargs = optree.tree_map(self._enter, arguments, none_is_leaf=True)
-            out = self._leave(GLOBAL_FORMS.get(func, func)(*args, **kwargs))
+            function, args, kwargs = _in_region(self.trace, func, args, kwargs)
+            out = self._leave(function(*args, **kwargs))
         if torch.is_grad_enabled():
             self.backward_sources.tag(out, self.trace)
         return out
@@ -173,11 +175,18 @@ class GlobalValues(TorchFunctionMode):
         if not isinstance(value, torch.Tensor) or isinstance(value, tc.AsyncCollectiveTensor):
             return value
         if isinstance(value, DTensor):
-            ours = value if value.device_mesh is self.trace.view else self.captures.replica(value, self.trace)
-            return self.trace.inside(ours)
+            if value.device_mesh is self.trace.view:
+                return self.trace.inside(value)
+            ours = value if value.device_mesh is self.captures.view else self.captures.replica(value, self.trace)
+            return self._from_around(ours)
         if tc.is_fake(value):
             return self._wrap(value)
-        return self.trace.inside(self.captures.replica(value, self.trace))
+        return self._from_around(self.captures.replica(value, self.trace))
+
+    def _from_around(self, value: DTensor) -> Any:
+        """A value of the step as what runs now may use it: the body of a `shard_map` has it as a per-shard one."""
+        inside, region = self.trace.inside(value), self.trace.region
+        return inside if region is None else region.close_over(inside)
 
     def _leave(self, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
@@ -219,7 +228,8 @@ class EagerValues(TorchFunctionMode):
         with tc.DisableTorchFunctionSubclass():
             arguments: Any = (args, kwargs)
             args, kwargs = optree.tree_map(self._enter, arguments, none_is_leaf=True)
-            return self._leave(GLOBAL_FORMS.get(func, func)(*args, **kwargs))
+            function, args, kwargs = _in_region(self.trace, func, args, kwargs)
+            return self._leave(function(*args, **kwargs))
 
     def _whole(self, value: DTensor) -> torch.Tensor:
         with tc.DisableTorchFunction():
@@ -251,7 +261,9 @@ class EagerValues(TorchFunctionMode):
             return value
         if isinstance(value, DTensor):
             # As a plain DTensor: the simulated ranks' mode is on already.
-            return value if type(value) is DTensor else tc.wrap_local(value._local_tensor, value._spec)
+            plain = value if type(value) is DTensor else tc.wrap_local(value._local_tensor, value._spec)
+            around = self.trace.region is not None and value.device_mesh is not self.trace.view
+            return self.trace.region.close_over(plain) if around else plain
         spec = tc.make_spec(self.trace.view, self.replicate, value.shape, contiguous_strides(value.shape), value.dtype)
         return tc.wrap_local(value.detach(), spec, requires_grad=value.requires_grad)
 
@@ -261,6 +273,14 @@ class EagerValues(TorchFunctionMode):
         placements = trace_placements(argument.spec, self.trace.mesh)
         strides = contiguous_strides(value.shape)
         return tc.wrap_local(local, tc.make_spec(self.trace.view, placements, value.shape, strides, value.dtype))
+
+
+def _in_region(trace: TraceContext, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A function with its arguments as the body of a `shard_map` calls it, or the step around one."""
+    if trace.region is None:
+        return GLOBAL_FORMS.get(func, func), args, kwargs
+    function = PER_SHARD_FORMS.get(func, func)
+    return function, *relate(trace.region, func, args, kwargs, trace.origin.source)
 
 
 class _BackwardSources:

@@ -58,7 +58,7 @@ def is_ordinary(node: Node) -> bool:
     if node.target is operator.getitem:
         return is_ordinary(node.args[0])  # type: ignore[arg-type]
     name = schema_name(node)
-    if not name or writes(node) or name in IMPURE:
+    if not name or writes(node) or name in IMPURE or name == "ptrainx::axis_index":
         return False
     return not any(value.is_complex() for n in (node, *node.all_input_nodes) for value in _tensors(n))
 

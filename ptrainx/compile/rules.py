@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrainx.compile.convolution import CONVOLUTIONS, convolve
 from ptrainx.compile.fallback import run_somewhere
+from ptrainx.compile.per_shard import per_shard_mesh_of, recast, run_per_shard
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
@@ -26,6 +27,7 @@ from ptrainx.core.torch_compat_cuts import announce_cuts
 from ptrainx.core.torch_compat_partial import make_addends_exact
 from ptrainx.core.torch_compat_strided import make_strided_shards_traceable
 from ptrainx.core.trace_context import TraceContext, called_by_library, current_trace, user_source
+from ptrainx.mesh.per_shard import is_per_shard
 
 __all__ = ["READ_FIX", "LocalRules", "guard_methods", "refuse_randomness", "storages"]
 
@@ -58,6 +60,9 @@ class LocalRules(TorchDispatchMode):
         traits = _traits(func)
         if traits:
             self._refuse(func, traits, placed, args, kwargs)
+        if placed and (mesh := per_shard_mesh_of(args, kwargs)) is not None:
+            with self:
+                return run_per_shard(func, args, kwargs, mesh, self.trace)
         if placed and func in CONVOLUTIONS:
             with self:
                 return convolve(func, args, self.trace)
@@ -220,6 +225,8 @@ def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None
         return staticmethod(method) if isinstance(originals[name], staticmethod) else method
 
     def redistribute(*args: Any, **kwargs: Any) -> Any:
+        if current_trace() is trace and is_per_shard(args[0]):
+            return recast(trace, *args, **kwargs)
         return call("redistribute", *args, **kwargs)
 
     DTensor.redistribute = redistribute  # type: ignore[method-assign]

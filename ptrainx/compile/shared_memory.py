@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ptrainx.compile.shared_segment import Segment, Views, can_share, chunks_of, chunks_of_pieces, open_segment
 from ptrainx.core import torch_compat as tc
 
-__all__ = ["SharedMemoryGroup", "can_share"]
+__all__ = ["SharedMemoryGroup", "can_share", "permute_by_blocks"]
 
 _OPS: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (dist.ReduceOp.SUM, torch.add),
@@ -156,6 +156,19 @@ class SharedMemoryGroup:
 
         return segment.start("all_to_all", chunks_of(x.view(-1)), take)
 
+    def permute(self, out: torch.Tensor, x: torch.Tensor, sources: list[int]) -> Any:
+        """Copies into `out`, which holds zeros, what member `sources[j]` gives, if that is one."""
+        segment, source = self._shared(x), sources[self.me]
+        if segment is None:
+            return permute_by_blocks(self.group, out, x, sources, self.me)
+        flat = out.view(-1)
+
+        def take(start: int, parts: list[torch.Tensor]) -> None:
+            if source >= 0:
+                flat[start : start + parts[source].numel()].copy_(parts[source])
+
+        return segment.start("permute", x.view(-1), take)
+
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         """Copies the root's tensor into everybody's."""
         (x,) = tensors
@@ -183,6 +196,14 @@ class SharedMemoryGroup:
 def _combine(options: Any) -> Callable[..., Any]:
     """The operator of a reduction; torch's own objects for it can't be looked up by hash."""
     return next(operator for op, operator in _OPS if options.reduceOp == op)
+
+
+def permute_by_blocks(group: Any, out: torch.Tensor, x: torch.Tensor, sources: list[int], me: int) -> Any:
+    """Member j's `out` gets the x of member `sources[j]`, if that is one, as an all-to-all in which most send nothing."""
+    flat = x.view(-1)
+    gives = [flat.numel() if source == me else 0 for source in sources]
+    takes = [flat.numel() if member == sources[me] else 0 for member in range(len(sources))]
+    return group.alltoall_base(out.view(-1)[: sum(takes)], flat[: sum(gives)], takes, gives)
 
 
 def _overlap(start: int, count: int, own: int, size: int) -> tuple[int, int, int]:

@@ -35,7 +35,7 @@ _HEADER = 4 * _LINE * 8  # bytes of a rank's header
 _ALIVE_EVERY_S = 0.2
 _VIEWS_KEPT = 1024  # of how many chunks, by their sizes, views are kept
 
-_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute")
 _CODES = {name: code for code, name in enumerate(_NAMES)}
 
 Chunks = list[list[torch.Tensor]]

@@ -62,6 +62,7 @@ def trace_program(program: Program, rank: int) -> RankGraph:
     fake_mode = tc.FakeTensorMode()
     captures = Captures(fake_mode, view)
     axis_of: dict[str, str] = dict(zip(view._dim_group_names, program.mesh.axis_names))
+    trace.joint_groups = axis_of
     trace.clean_body = functools.partial(_clean_body, trace=trace, fake_mode=fake_mode, axis_of=axis_of)
     locals_in = [_fake_local(a, program, fake_mode) for a in program.arguments]
     specs_in = [_spec(a, program, view) for a in program.arguments]

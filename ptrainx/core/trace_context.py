@@ -123,6 +123,8 @@ class TraceContext:
         as_global: makes a global value of any leaf: a plain tensor, a number, a captured value.
         closures: the bodies of loops that are being traced, outermost first.
         remats: the calls of `remat`ed functions so far, by number.
+        region: the body of a `shard_map` that is running, None outside of any.
+        joint_groups: name of a group over several axes -> `data*model`, for those that the trace has asked for.
         clean_body: tidies the graph of a loop's body, without writes in it afterwards.
     """
 
@@ -132,6 +134,8 @@ class TraceContext:
         self.origin = Origin()
         self.closures: list[Any] = []
         self.remats: dict[int, Remat] = {}
+        self.region: Any = None
+        self.joint_groups: dict[str, str] = {}
         self.clean_body: Callable[[Any], Any] = lambda module: module
         self._calls = 0
 

@@ -7,10 +7,12 @@ from ptrainx.transforms.jit import JitFunction, jit
 from ptrainx.transforms.precision import Precision
 from ptrainx.transforms.remat import checkpoint_name, remat
 from ptrainx.transforms.reshard import reshard
+from ptrainx.transforms.shard_map import ShardMapFunction, shard_map
 
 __all__ = [
     "JitFunction",
     "Precision",
+    "ShardMapFunction",
     "checkpoint_name",
     "eval_shape",
     "from_module",
@@ -18,5 +20,6 @@ __all__ = [
     "jit",
     "remat",
     "reshard",
+    "shard_map",
     "value_and_grad",
 ]

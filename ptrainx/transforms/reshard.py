@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ptrainx.core import tree as px_tree
-from ptrainx.core.errors import SpecError
+from ptrainx.core.errors import SpecError, TraceError
 from ptrainx.core.reductions import current_reduction
 from ptrainx.core.trace_context import TraceContext, current_trace, user_source
 from ptrainx.mesh.partition_spec import PartitionSpec
@@ -16,7 +16,7 @@ from ptrainx.mesh.placement import check_spec, spec_of_placements, trace_placeme
 from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh, device_put, reshard_value
 
-__all__ = ["reshard"]
+__all__ = ["place_inside", "reshard"]
 
 
 def reshard(tree: Any, specs: SpecTree) -> Any:
@@ -39,15 +39,22 @@ def reshard(tree: Any, specs: SpecTree) -> Any:
     trace = current_trace()
     if trace is None:
         return _outside(tree, specs)
+    if trace.region is not None:
+        raise TraceError(
+            f"px.reshard inside {trace.region.name}, where values are per-shard ones",
+            source=user_source(),
+            fix="move data with px.psum, px.all_gather, px.all_to_all or px.ppermute; reshard before or after shard_map",
+        )
     pairs, treedef = px_tree.flatten_with_path(tree)
     chosen = spread(specs, tree)
     source = user_source()
     with trace.marked(asked=True, reason="reshard", source=source):
-        leaves = [_inside(leaf, spec, px_tree.path_expr(p) or "value", trace) for (p, leaf), spec in zip(pairs, chosen)]
+        leaves = [place_inside(leaf, spec, px_tree.path_expr(p) or "value", trace) for (p, leaf), spec in zip(pairs, chosen)]
     return px_tree.unflatten(treedef, leaves)
 
 
-def _inside(leaf: Any, spec: PartitionSpec | None, where: str, trace: TraceContext) -> Any:
+def place_inside(leaf: Any, spec: PartitionSpec | None, where: str, trace: TraceContext) -> Any:
+    """One value of a running step at another placement; None leaves it where it is, with owed sums paid."""
     value = trace.as_global(leaf)
     names, sizes = trace.mesh.axis_names, trace.mesh.shape
     own = spec_of_placements(value.placements, names, value.ndim)
