@@ -17,6 +17,7 @@ from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import InputError, SpecError, TreeError
 from ptrainx.core.trace_context import TraceContext, current_trace, open_grads, user_source
+from ptrainx.mesh.per_shard import Varying, is_per_shard
 from ptrainx.mesh.placement import spec_of_placements
 from ptrainx.ops.debug_print import held_prints, release
 from ptrainx.ops.loop.function import run_loop
@@ -170,7 +171,8 @@ def _promoted(old: Any, new: Any) -> Any:
 
 
 def _promotion(new: DTensor, old: DTensor) -> tuple[Any, ...]:
-    return tuple(q if p.is_replicate() and isinstance(q, Shard) else p for p, q in zip(old.placements, new.placements))
+    splits = (Shard, Varying)
+    return tuple(q if p.is_replicate() and isinstance(q, splits) else p for p, q in zip(old.placements, new.placements))
 
 
 def _checked(new: Any, carry: Any) -> Any:
@@ -203,6 +205,8 @@ def _keep_placement(new: Any, carry: Any) -> Any:
             return after
         if after.placements == before.placements:
             return after
+        if is_per_shard(after):
+            return after.redistribute(after.device_mesh, before.placements)
         names = after.device_mesh.mesh_dim_names or ()
         for p, q in zip(before.placements, after.placements):
             if p != q and not q.is_partial() and not q.is_replicate():

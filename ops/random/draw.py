@@ -166,7 +166,8 @@ def block_of(shape: Sequence[int], mesh: Any, placements: Sequence[Placement]) -
 def _where_locals_live(owner: DTensor) -> Any:
     """The mode in which operators run on local tensors: on a simulated mesh, once for each rank."""
     mesh: Any = owner.device_mesh
-    return on_all_ranks(mesh) if isinstance(owner._local_tensor, tc.LocalTensor) else contextlib.nullcontext()
+    simulated = isinstance(owner._local_tensor, tc.LocalTensor) and not isinstance(mesh, PerShardMesh)
+    return on_all_ranks(mesh) if simulated else contextlib.nullcontext()
 
 
 def _is_block(placement: Placement) -> bool:
@@ -186,7 +187,7 @@ def _local_key(key: Tensor, owner: DTensor) -> Tensor:
     """The key's words where `owner` has its local tensors: on a simulated mesh, once for each rank."""
     local = _replica(key)
     if isinstance(owner._local_tensor, tc.LocalTensor) and not isinstance(local, tc.LocalTensor):
-        return tc.LocalTensor(dict.fromkeys(range(owner.device_mesh.size()), local))
+        return tc.LocalTensor(dict.fromkeys(owner._local_tensor._local_tensors, local))
     return local
 
 

@@ -19,6 +19,7 @@ from ptrainx.compile.rules import READ_FIX, refuse_randomness
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import HostReadError, TraceError
+from ptrainx.core.torch_compat_functorch import in_functorch
 from ptrainx.core.trace_context import TraceContext, user_source
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
 from ptrainx.mesh.placement import contiguous_strides, trace_placements
@@ -140,6 +141,7 @@ class GlobalValues(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE:
             return func(*args, **kwargs)
         self.trace.at_call(user_source(2))
+        _refuse_functorch(self.trace)
         if func in _HOST_READS and not any(_is_traced(a) for a in args):
             return self._read_constant(func, args, kwargs)
         self._refuse(func, args, kwargs)
@@ -221,6 +223,7 @@ class EagerValues(TorchFunctionMode):
             return func(*args, **kwargs)
         self.trace.origin = dataclasses.replace(self.trace.origin, source=user_source(2))
         _refuse_random(self.trace, func, args, kwargs)
+        _refuse_functorch(self.trace)
         if func in _HOST_READS:
             args = tuple(self._whole(a) if isinstance(a, DTensor) else a for a in args)
             with tc.DisableTorchFunction(), tc.no_dispatch_modes():
@@ -281,6 +284,16 @@ def _in_region(trace: TraceContext, func: Any, args: Any, kwargs: Any) -> tuple[
         return GLOBAL_FORMS.get(func, func), args, kwargs
     function = PER_SHARD_FORMS.get(func, func)
     return function, *relate(trace.region, func, args, kwargs, trace.origin.source)
+
+
+def _refuse_functorch(trace: TraceContext) -> None:
+    """torch's own function transforms wrap values in a way that hides how the ranks' are related."""
+    if trace.region is not None and in_functorch():
+        raise TraceError(
+            f"{trace.region.name} calls torch.vmap, or another transform of torch.func, inside px.shard_map",
+            source=trace.origin.source,
+            fix="write the batch dim out (einsum, broadcasting), or differentiate with px.grad",
+        )
 
 
 class _BackwardSources:

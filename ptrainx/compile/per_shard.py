@@ -94,6 +94,7 @@ def recast(trace: TraceContext, value: Any, device_mesh: Any = None, placements:
         )
     if not axes:
         return value
-    region = trace.region
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return like_per_shard(value._local_tensor, value.device_mesh, wanted)
     with tc.DisableTorchFunction():
-        return varying(value, region, axes, trace.origin.source)
+        return varying(value, trace.region, axes, trace.origin.source)

@@ -30,6 +30,7 @@ __all__ = [
     "called_by_library",
     "current_trace",
     "defined_at",
+    "no_open_grads",
     "one_more_grad",
     "open_grads",
     "user_source",
@@ -103,6 +104,16 @@ def open_grads() -> int:
 def one_more_grad() -> Iterator[None]:
     """Inside, one more `grad` is differentiating."""
     token = _open_grads.set(_open_grads.get() + 1)
+    try:
+        yield
+    finally:
+        _open_grads.reset(token)
+
+
+@contextlib.contextmanager
+def no_open_grads() -> Iterator[None]:
+    """Inside, no `grad` is differentiating: for a program of its own that one of them calls."""
+    token = _open_grads.set(0)
     try:
         yield
     finally:

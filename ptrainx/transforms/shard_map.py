@@ -9,10 +9,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
+from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
-from ptrainx.core.avals import describe
+from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe
 from ptrainx.core.errors import MeshError, SpecError, TraceError, TreeError
 from ptrainx.core.trace_context import TraceContext, current_trace, defined_at, user_source
 from ptrainx.mesh.mesh import AbstractMesh
@@ -20,9 +22,12 @@ from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
 from ptrainx.mesh.per_shard import relation
 from ptrainx.mesh.placement import check_spec, spec_of_placements, trace_placements
 from ptrainx.mesh.spec_tree import SpecTree, spread
+from ptrainx.mesh.transfer import default_mesh
 from ptrainx.ops.collectives.linear import Claim, apply, unreduced, varying
 from ptrainx.ops.collectives.region import Region
+from ptrainx.transforms.grad import any_differentiated
 from ptrainx.transforms.jit import JitFunction
+from ptrainx.transforms.outside import OutsideFunction
 from ptrainx.transforms.reshard import place_inside
 
 __all__ = ["ShardMapFunction", "shard_map"]
@@ -53,6 +58,7 @@ class ShardMapFunction:
         name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
         self.name = name.rsplit("<locals>.", 1)[-1]
         self.source = defined_at(fn) or self.name
+        self._differentiable: dict[Any, tuple[OutsideFunction, list[Any]]] = {}
 
     @functools.cached_property
     def _jitted(self) -> JitFunction:
@@ -70,7 +76,7 @@ class ShardMapFunction:
     def __call__(self, *args: Any) -> Any:
         trace = current_trace()
         if trace is None:
-            return self._jitted(*args)
+            return self._outside(args)
         source = user_source()
         self._check_place(trace, source)
         specs = self._argument_specs(args, source)
@@ -82,6 +88,42 @@ class ShardMapFunction:
             result = px_tree.map(trace.as_global, result)
         with trace.marked(source=source):
             return self._leave(region, result, source)
+
+    def _outside(self, args: tuple) -> Any:
+        """The call outside of any jit: a jitted step of its own."""
+        leaves, treedef = px_tree.flatten(args)
+        if tc.FakeTensor in set(map(type, leaves)):
+            return self._shapes(args)
+        if not any_differentiated(leaves):
+            return self._jitted(*args)
+        function = self._differentiable.get(treedef)
+        if function is None:
+            out_trees: list[Any] = []
+
+            def flat(*given: Any) -> tuple[Any, ...]:
+                outs, out_tree = px_tree.flatten(self(*px_tree.unflatten(treedef, list(given))))
+                out_trees[:] = [out_tree]
+                return tuple(outs)
+
+            functools.update_wrapper(flat, self.fn, updated=())
+            function = self._differentiable[treedef] = (OutsideFunction(flat, self.mesh), out_trees)
+        outs = function[0](*(as_tensor(leaf) for leaf in leaves))
+        return px_tree.unflatten(function[1][0], list(outs))
+
+    def _shapes(self, args: tuple) -> Any:
+        """The result's shapes, for `eval_shape`."""
+        mesh = self.mesh or default_mesh([])
+        like = px_tree.map(lambda leaf: ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype), args)
+        with tc.unset_fake_temporarily():
+            planned = ShardMapFunction(
+                self.fn,
+                mesh=AbstractMesh(mesh.shape),
+                in_specs=self.in_specs,
+                out_specs=self.out_specs,
+                check=self.check,
+            )
+            graph = planned._jitted.trace(*like).graphs[0]
+        return px_tree.unflatten(graph.out_tree, [torch.empty(o.shape, dtype=o.dtype) for o in graph.outputs])
 
     def _check_place(self, trace: TraceContext, source: str) -> None:
         if trace.region is not None:
