@@ -22,7 +22,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ptrainx.core import torch_compat as tc
 from ptrainx.mesh.virtual import VirtualDeviceMesh, next_uid
 
-__all__ = ["PerShardMesh", "Varying", "is_per_shard", "joined", "like_per_shard", "per_shard_mesh", "relation", "write_raises"]
+__all__ = [
+    "PerShardMesh",
+    "Varying",
+    "is_per_shard",
+    "joined",
+    "like_per_shard",
+    "per_shard_mesh",
+    "relation",
+    "write_raises",
+]
 
 
 class Varying(Placement):

@@ -10,6 +10,7 @@ import torch
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import InputError, MeshError, SpecError, TraceError
+from ptrainx.core.torch_compat_functorch import in_functorch
 from ptrainx.core.trace_context import current_trace, user_source
 from ptrainx.mesh.per_shard import relation
 from ptrainx.ops.collectives.region import Region
@@ -35,6 +36,12 @@ def open_call(name: str, axis_name: AxisName) -> tuple[Region, tuple[str, ...], 
             f"px.{name} is called outside of px.shard_map, where no value belongs to one rank",
             source=source,
             fix="call it in a function given to px.shard_map; on global values write x.sum() or px.reshard(x, spec)",
+        )
+    if in_functorch():
+        raise TraceError(
+            f"px.{name} is called inside torch.vmap, or another transform of torch.func",
+            source=source,
+            fix="call it outside of the mapped function, on the whole batch",
         )
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     unknown = [axis for axis in axes if axis not in region.sizes]

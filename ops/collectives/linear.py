@@ -30,7 +30,20 @@ from ptrainx.mesh.per_shard import Varying, like_per_shard, relation
 from ptrainx.ops.collectives import wire
 from ptrainx.ops.collectives.region import Region, of_cotangent
 
-__all__ = ["AllToAll", "Cast", "Claim", "Gather", "Linear", "Part", "Permute", "Scatter", "Sum", "apply", "unreduced", "varying"]
+__all__ = [
+    "AllToAll",
+    "Cast",
+    "Claim",
+    "Gather",
+    "Linear",
+    "Part",
+    "Permute",
+    "Scatter",
+    "Sum",
+    "apply",
+    "unreduced",
+    "varying",
+]
 
 Placements = tuple[Placement, ...]
 Axes = tuple[str, ...]
@@ -285,9 +298,7 @@ class Mean:
 def varying(x: Any, region: Region, axes: Sequence[str], source: str) -> Any:
     """A value that counts as varying along some axes; sums that are owed stay so."""
     before = relation(x)
-    to = tuple(
-        Varying() if axis in axes and p.is_replicate() else p for axis, p in zip(region.axis_names, before)
-    )
+    to = tuple(Varying() if axis in axes and p.is_replicate() else p for axis, p in zip(region.axis_names, before))
     if to == before:
         return x
     return apply(Cast(to), x, region, "a value that is the same on every rank", source)

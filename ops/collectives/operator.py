@@ -38,9 +38,7 @@ def _axis_index(place: int, axis: str, device: torch.device) -> Tensor:
 _LIBRARY = torch.library.Library("ptrainx", "FRAGMENT")
 _LIBRARY.define("ppermute(Tensor x, int[] sources, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("ppermute", _ppermute, "CompositeExplicitAutograd")
-_LIBRARY.impl(
-    "ppermute", lambda x, sources, group: torch.empty_like(x, memory_format=torch.contiguous_format), "Meta"
-)
+_LIBRARY.impl("ppermute", lambda x, sources, group: torch.empty_like(x, memory_format=torch.contiguous_format), "Meta")
 _LIBRARY.define("axis_index(int place, str axis, Device device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("axis_index", _axis_index, "CompositeExplicitAutograd")
 

@@ -14,6 +14,41 @@ __all__ = ["ppermute"]
 
 
 def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
+    """Each rank's value goes to at most one other; a rank that gets none has zeros.
+
+    Type: V -> V.
+
+        def ppermute(shards, perm):                            rank 0   a        0
+            out = [torch.zeros_like(x) for x in shards]        rank 1   b   ->   a        perm = [(0, 1), (1, 2)]
+            for source, destination in perm:                   rank 2   c        b
+                out[destination] = shards[source]
+            return out
+
+    Args:
+        x: a pytree of tensors.
+        axis_name: a mesh axis, or a tuple of several; places are counted along them, major to minor.
+        perm: pairs (source, destination), each place at most once on either side.
+
+    Returns:
+        the tree of what has come.
+
+    Raises:
+        TraceError, MeshError: as `psum`.
+        InputError: pairs that are no permutation.
+        SpecError: of a sum that is still owed along the axis.
+
+    Gradient: a `ppermute` the other way.
+    Bytes: the value, once.
+
+    >>> import torch, ptrainx as px
+    >>> from ptrainx import P
+    >>> mesh = px.make_mesh(data=2, simulate=True)
+    >>> shift = px.shard_map(
+    ...     lambda x: px.ppermute(x, "data", [(0, 1)]), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    ... )
+    >>> px.device_get(shift(torch.tensor([1.0, 2.0])))
+    tensor([0., 1.])
+    """
     region, axes, source = open_call("ppermute", axis_name)
     ordered = tuple(axis for axis in region.axis_names if axis in axes)
     sources = _sources(perm, region, axes, ordered, source)

@@ -63,7 +63,8 @@ def relate(region: Region, func: Any, args: Any, kwargs: Any, source: str) -> tu
 
     if not torch.is_grad_enabled():
         return args, kwargs
-    return optree.tree_map(cast, arguments, none_is_leaf=True)
+    moved: Any = optree.tree_map(cast, arguments, none_is_leaf=True)
+    return moved[0], moved[1]
 
 
 def vary_over(region: Region, values: list[Any]) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ def _check_write(region: Region, name: str, target: Any, axes: tuple[str, ...], 
     lacking = [axis for axis in axes if relation(target)[region.axis_names.index(axis)].is_replicate()]
     if lacking and target.requires_grad and torch.is_grad_enabled():
         raise MutationError(
-            f"{region.name} writes a value that varies along {lacking} in place into a differentiated one that does not",
+            f"{region.name} writes a value that varies along {lacking} in place into a differentiated one that doesn't",
             got=f"{name} on {describe(target)}",
             source=source,
             fix="make a new value (x = x + y instead of x += y)",

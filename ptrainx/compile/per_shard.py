@@ -16,7 +16,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import InputError, SpecError
 from ptrainx.core.trace_context import TraceContext, user_source
-from ptrainx.mesh.per_shard import PerShardMesh, is_per_shard, joined, like_per_shard, relation, write_raises
+from ptrainx.mesh.per_shard import PerShardMesh, joined, like_per_shard, relation, write_raises
 from ptrainx.ops.collectives.linear import varying
 
 __all__ = ["per_shard_mesh_of", "recast", "run_per_shard"]
@@ -48,10 +48,10 @@ def run_per_shard(func: Any, args: Any, kwargs: Any, mesh: PerShardMesh, trace: 
     leaves = [leaf for leaf in optree.tree_leaves(arguments, none_is_leaf=True) if isinstance(leaf, DTensor)]
     placements = joined(leaves, mesh)
     known = {id(leaf._local_tensor): leaf for leaf in leaves}
-    local_args, local_kwargs = optree.tree_map(
+    local: Any = optree.tree_map(
         lambda x: x._local_tensor if isinstance(x, DTensor) else x, arguments, none_is_leaf=True
     )
-    out = func(*local_args, **local_kwargs)
+    out = func(*local[0], **local[1])
     for written in _written(func, args, kwargs):
         write_raises(written, placements)
 

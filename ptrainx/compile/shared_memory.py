@@ -199,7 +199,7 @@ def _combine(options: Any) -> Callable[..., Any]:
 
 
 def permute_by_blocks(group: Any, out: torch.Tensor, x: torch.Tensor, sources: list[int], me: int) -> Any:
-    """Member j's `out` gets the x of member `sources[j]`, if that is one, as an all-to-all in which most send nothing."""
+    """Member j's `out` gets the x of member `sources[j]`, if that is one: an all-to-all in which most send nothing."""
     flat = x.view(-1)
     gives = [flat.numel() if source == me else 0 for source in sources]
     takes = [flat.numel() if member == sources[me] else 0 for member in range(len(sources))]

@@ -43,13 +43,15 @@ def reshard(tree: Any, specs: SpecTree) -> Any:
         raise TraceError(
             f"px.reshard inside {trace.region.name}, where values are per-shard ones",
             source=user_source(),
-            fix="move data with px.psum, px.all_gather, px.all_to_all or px.ppermute; reshard before or after shard_map",
+            fix="move data with px.all_gather, px.all_to_all or px.ppermute; reshard before or after shard_map",
         )
     pairs, treedef = px_tree.flatten_with_path(tree)
     chosen = spread(specs, tree)
     source = user_source()
     with trace.marked(asked=True, reason="reshard", source=source):
-        leaves = [place_inside(leaf, spec, px_tree.path_expr(p) or "value", trace) for (p, leaf), spec in zip(pairs, chosen)]
+        leaves = [
+            place_inside(leaf, spec, px_tree.path_expr(p) or "value", trace) for (p, leaf), spec in zip(pairs, chosen)
+        ]
     return px_tree.unflatten(treedef, leaves)
 
 

@@ -41,7 +41,44 @@ def shard_map(
     out_specs: SpecTree,
     check: bool = True,
 ) -> Any:
-    """Maps a function over the shards of its arguments."""
+    """A function of one rank's parts of its arguments, as a function of global values; usable as a decorator.
+
+    Inside, a value has the shape of this rank's part, operators compute on that alone, and ranks meet in `px.psum`,
+    `px.all_gather` and the other named collectives. It works inside `px.jit`, on abstract meshes too, and outside,
+    where a call is a jitted step of its own; under `px.grad`, inside and out.
+
+    Values carry how the ranks' are related along each axis: the same, varying, or a sum that is owed. What an in_spec
+    splits along an axis varies along it; an operator's result varies where an operand does; `px.psum` and
+    `px.all_gather` make it the same again. Where a value that is the same meets one that varies, its gradient is summed
+    over the ranks. So gradients are those of the program of global values.
+
+    Args:
+        fn: a function of pytrees; pure, of positional arguments.
+        mesh: as for `px.jit`; inside one, that of the step.
+        in_specs: a tuple with one spec tree an argument, or a lone spec for all. Arguments are moved there first, which
+            counts as asked for. None keeps an argument where it is.
+        out_specs: a spec tree for the result: the ranks' parts are joined along the axes that a spec names; along all
+            others they have to be the same, and are one. `P(unreduced=("data",))` leaves a sum of them owed.
+        check: False takes out_specs at their word, whatever the ranks hold, and leaves gradients of arguments that are
+            the same on every rank to the body's own collectives where it differentiates itself.
+
+    Returns:
+        a function of global values.
+
+    Raises:
+        SpecError: a shape that a spec does not divide; an out_spec that says that a varying value is the same.
+        TraceError: in the body, a sharded value from around it; a shard_map inside another.
+        MeshError: another mesh than that of the step around it.
+
+    Source: JAX's `shard_map` with varying manual axes, https://docs.jax.dev/en/latest/notebooks/shard_map.html.
+
+    >>> from ptrainx.mesh import make_mesh
+    >>> from ptrainx.ops.collectives import psum
+    >>> mesh = make_mesh(data=2, simulate=True)
+    >>> norm = shard_map(lambda x: psum((x * x).sum(), "data").sqrt(), mesh=mesh, in_specs=P("data"), out_specs=P())
+    >>> norm(torch.tensor([3.0, 4.0]))
+    tensor(5.)
+    """
     if fn is None:
         return lambda fn: ShardMapFunction(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
     return ShardMapFunction(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
@@ -184,16 +221,25 @@ class ShardMapFunction:
         if problems:
             raise SpecError(
                 f"{self.name} ({self.source}): "
-                + ("\n    ".join(["out_specs do not fit:", *(p.problem for p in problems)])
-                if len(problems) > 1 else problems[0].problem),
-                got=problems[0].got, expected=problems[0].expected, fix=problems[0].fix, source=source)
+                + (
+                    "\n    ".join(["out_specs do not fit:", *(p.problem for p in problems)])
+                    if len(problems) > 1
+                    else problems[0].problem
+                ),
+                got=problems[0].got,
+                expected=problems[0].expected,
+                fix=problems[0].fix,
+                source=source,
+            )
         return px_tree.unflatten(treedef, leaves)
 
     def _misfit(self, region: Region, leaf: DTensor, spec: PartitionSpec | None, where: str) -> SpecError | None:
         if spec is None:
-            return SpecError(f"{where} has no spec", fix="say in out_specs how the ranks' parts make a whole: P('data')")
+            return SpecError(
+                f"{where} has no spec", fix="say in out_specs how the ranks' parts make a whole: P('data')"
+            )
         unknown = [axis for axis in (*spec.axes, *spec.unreduced) if axis not in region.sizes]
-        if unknown or len(spec) > leaf.ndim and any(spec.entries[leaf.ndim :]):
+        if unknown or (len(spec) > leaf.ndim and any(spec.entries[leaf.ndim :])):
             return SpecError(
                 f"{where}: {spec} does not fit a value of {leaf.ndim} dims on {region.trace.mesh}",
                 got=f"shape {tuple(leaf.shape)} on each rank",
