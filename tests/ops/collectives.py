@@ -1,7 +1,8 @@
 """The named collectives as a table: bodies, and what they mean as functions of the list of all ranks' values.
 
 A row's `whole` is the independent answer: it is called with the ranks' values, in the order of the ranks along the
-axis, and gives the ranks' results. A row's result leaves `shard_map` joined along dim 0, whether or not ranks agree in it.
+axis, and gives the ranks' results. A row's result leaves `shard_map` joined along dim 0, whether or not
+ranks agree in it.
 """
 
 from __future__ import annotations
