@@ -163,11 +163,12 @@ class SharedMemoryGroup:
             return permute_by_blocks(self.group, out, x, sources, self.me)
         flat = out.view(-1)
 
-        def take(start: int, parts: list[torch.Tensor]) -> None:
+        def take(start: int, views: Views) -> None:
             if source >= 0:
-                flat[start : start + parts[source].numel()].copy_(parts[source])
+                part = views.wholes[source]
+                flat[start : start + part.numel()].copy_(part)
 
-        return segment.start("permute", x.view(-1), take)
+        return segment.start("permute", chunks_of(x.view(-1)), take)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         """Copies the root's tensor into everybody's."""

@@ -25,6 +25,7 @@ TABLE = [
     (F + "all_gather_into_tensor", INPUTS, [2], [np.concatenate(INPUTS)] * 2),
     (F + "reduce_scatter_tensor", INPUTS, ["sum", 2], list(np.split(sum(INPUTS), 2))),
     (F + "broadcast", INPUTS, [1], [INPUTS[1]] * 2),
+    ("ptrainx::ppermute", INPUTS, [[-1, 0]], [np.zeros((4, 2)), INPUTS[0]]),
     (
         "_dtensor::shard_dim_alltoall",
         INPUTS,

@@ -247,7 +247,7 @@ def test_a_varying_value_is_not_written_into_a_differentiated_one_that_does_not_
 
 
 def test_outside_of_everything_a_collective_is_refused() -> None:
-    with pytest.raises(TraceError, match="outside of px.shard_map"):
+    with pytest.raises(TraceError, match=r"outside of px\.shard_map"):
         px.psum(X, "data")
 
 
