@@ -41,6 +41,7 @@ class Region:
         view: the torch mesh of the values around the body.
         device_mesh: the mesh of the per-shard values inside.
         device: where they are.
+        given: identity of a storage -> how the argument is called that lives there.
     """
 
     def __init__(self, trace: TraceContext, name: str, check: bool):
@@ -50,7 +51,7 @@ class Region:
         self.sizes: dict[str, int] = trace.mesh.shape
         self.device_mesh = per_shard_mesh(trace.view)
         self.device = trace.mesh.device if isinstance(trace.mesh, Mesh) else torch.device("cpu")
-        self.argument_storages: dict[int, str] = {}
+        self.given: dict[int, str] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -113,6 +113,11 @@ class LocalRules(TorchDispatchMode):
             if own.isdisjoint(found) or any(s in self._copies for s in own):
                 self._copies.update(dict.fromkeys(found, value))
 
+    def _frozen(self, storage: int) -> str | None:
+        """How a value is called that may not be written into: an argument of the step or of a running body."""
+        region = self.trace.region
+        return self.frozen(storage) or (None if region is None else region.given.get(storage))
+
     def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
         for i, formal in enumerate(func._schema.arguments):
             if formal.alias_info is None or not formal.alias_info.is_write:
@@ -126,7 +131,7 @@ class LocalRules(TorchDispatchMode):
                         source=self.trace.origin.source,
                         fix="assign (x[i] = y), make a new value (torch.where, torch.cat), or px.reshard the dim first",
                     )
-                called = next((c for s in storages(tensor) if (c := self.frozen(s)) is not None), None)
+                called = next((c for s in storages(tensor) if (c := self._frozen(s)) is not None), None)
                 if called is not None:
                     raise MutationError(
                         f"{self.trace.name} writes in place into {called}",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ptrainx.compile.rules import storages
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe
@@ -199,6 +200,8 @@ class ShardMapFunction:
             with trace.marked(asked=True, reason=f"in_specs of {where}"):
                 value = place_inside(leaf, wanted, where, trace)
             own = wanted if wanted is not None else spec_of_placements(value.placements, region.axis_names, value.ndim)
+            with tc.DisableTorchFunction():
+                region.given.update(dict.fromkeys(storages(value), where))
             inside = region.to_shard(value, region.relations(own))
             if not self.check:
                 inside = varying(inside, region, region.axis_names, source)

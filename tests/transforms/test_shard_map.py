@@ -229,6 +229,11 @@ REFUSED: dict[str, tuple[Any, type[PtrainxError], str]] = {
         "px.psum is called inside torch.vmap",
     ),
     "an argument written": (mapped(lambda x: x.add_(1), P()), MutationError, "in place"),
+    "a value of the step written": (
+        lambda x: mapped(lambda y: y.add_(1), P())(x * 2),
+        MutationError,
+        "argument 0 of <lambda>",
+    ),
     "a read": (mapped(lambda x: x.sum().item(), P()), TraceError, "host"),
     "arguments without specs": (mapped(lambda x, y: x, (P(), P())), PtrainxError, "in_specs for 2"),
 }  # fmt: skip
