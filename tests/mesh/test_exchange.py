@@ -10,6 +10,7 @@ from ptrainx.mesh.exchange import COLLECTIVES, exchange
 
 INPUTS = [np.arange(8).reshape(4, 2) + 10.0 * rank for rank in range(2)]
 INTS = [np.array([6, 3, 5, 9]), np.array([3, 5, 6, 1])]
+PIECES = [np.arange(6) + 10.0 * rank for rank in range(2)]
 F = "_c10d_functional::"
 
 # name, inputs, each rank's other arguments, expected outputs
@@ -24,6 +25,13 @@ TABLE = [
     (F + "all_reduce", INTS, ["bxor"], [INTS[0] ^ INTS[1]] * 2),
     (F + "all_gather_into_tensor", INPUTS, [2], [np.concatenate(INPUTS)] * 2),
     (F + "reduce_scatter_tensor", INPUTS, ["sum", 2], list(np.split(sum(INPUTS), 2))),
+    ("ptrainx::all_gather_pieces", PIECES, [[2, 4], 2], [np.array([0, 1, 10, 11, 2, 3, 4, 5, 12, 13, 14, 15.0])] * 2),
+    (
+        "ptrainx::reduce_scatter_pieces",
+        PIECES,
+        ["sum", [1, 2], 2],
+        [np.array([10, 14, 16.0]), np.array([12, 18, 20.0])],
+    ),
     (F + "broadcast", INPUTS, [1], [INPUTS[1]] * 2),
     ("ptrainx::ppermute", INPUTS, [[-1, 0]], [np.zeros((4, 2)), INPUTS[0]]),
     (
