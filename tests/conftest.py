@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.collector import rest_collector
 from tests.support.pool import Pool
+
+
+def pytest_collection_finish() -> None:
+    """Everything is imported now."""
+    rest_collector()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -71,23 +72,23 @@ def named(graph: RankGraph, names: Collection[str]) -> list[Any]:
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 4}, {"data": 2, "model": 2}], ids=str)
 def test_a_step_with_sharded_parameters(axes: dict[str, int]) -> None:
     step = step_on(**axes)
+    assert_close(step(PARAMS, BATCH), on_one_device())
     report = step.comms(PARAMS, BATCH)
     n = axes["data"]
     sharded = {kind: [c for c in report if c.kind == kind] for kind in ("all_gather", "reduce_scatter")}
     # All of it is small: one collective each way, of the bytes that the parts have.
     for rows in sharded.values():
         assert [(c.axis, c.count, c.bytes) for c in rows] == [("data", 1, LAYERS * LAYER * (n - 1) // n)]
-    assert_close(step(PARAMS, BATCH), on_one_device())
 
 
 def test_one_by_one_without_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "SMALL_BYTES", 0)
     step = step_on(data=2)
-    counts = {
-        c.kind: sum(d.count for d in step.comms(PARAMS, BATCH) if d.kind == c.kind) for c in step.comms(PARAMS, BATCH)
-    }
-    assert (counts["all_gather"], counts["reduce_scatter"]) == (2 * LAYERS, 2 * LAYERS)
     assert_close(step(PARAMS, BATCH), on_one_device())
+    counts: Counter = Counter()
+    for c in step.comms(PARAMS, BATCH):
+        counts[c.kind] += c.count
+    assert (counts["all_gather"], counts["reduce_scatter"]) == (2 * LAYERS, 2 * LAYERS)
 
 
 def test_gathers_fill_buckets_in_the_order_of_their_first_readers(monkeypatch: pytest.MonkeyPatch) -> None:

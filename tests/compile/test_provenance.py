@@ -39,7 +39,7 @@ def nodes_of(graph: Any) -> Iterator[tuple[Node, Origin]]:
             yield node, origin_of(node)
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def stages(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
     model, axes, weights = request.param
     step, state, batch = train(model, px.make_mesh(axes, simulate=True), weights)

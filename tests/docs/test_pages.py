@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import io
 
 import pytest
 
@@ -52,14 +52,17 @@ def test_every_page_can_be_reached_from_the_readme():
     assert set(PAGES) <= reached
 
 
+def run_readme_program():
+    """The program of one rank, under its launcher's variables."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(README_PRELUDE + python_blocks(ROOT / "README.md")[0].text, {"__name__": "__main__"})
+    return out.getvalue()
+
+
 @pytest.mark.processes
-def test_readme_program_runs_in_four_processes(tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text(README_PRELUDE + python_blocks(ROOT / "README.md")[0].text)
-    command = [sys.executable, "-m", "ptrainx.cli", "run", "-n", "4", str(program)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_readme_program_runs_in_four_processes(pool):
+    lines = "".join(pool.run(run_readme_program, 4, timeout=300)).splitlines()
     assert len(lines) == 4
     assert all(line.startswith("loss ") for line in lines)
     assert len(set(lines)) == 1
