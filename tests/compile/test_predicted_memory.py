@@ -44,8 +44,11 @@ def both_peaks(model: Model, weights: Any = None, donate: bool = True, **axes: i
         step = px.jit(step.fn, mesh=mesh, in_specs=step.in_specs, out_specs=step.out_specs)
     specs, *_ = step.in_specs
     state, batch = px.device_put(state, specs, mesh), px.device_put(batch, P("data"), mesh)
-    memory = step.lower(state, *batch).memory()
-    state = step(state, *batch)[0] if donate else state
+    out = step(state, *batch)[0]
+    state = out if donate else state
+    del out
+    (compiled,) = step._cache.values()
+    memory = compiled.lowered.memory()
     held = [state]
     del state
 

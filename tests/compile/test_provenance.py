@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 from collections.abc import Iterator
 from typing import Any
@@ -39,12 +40,18 @@ def nodes_of(graph: Any) -> Iterator[tuple[Node, Origin]]:
             yield node, origin_of(node)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
-def stages(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
-    model, axes, weights = request.param
+@functools.cache
+def stages_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """(the model, its step by stage), traced once."""
+    model, axes, weights = CASES[name]
     step, state, batch = train(model, px.make_mesh(axes, simulate=True), weights)
     traced = step.trace(state, *batch)
     return model, {"traced": traced, "lowered": traced.lower()}
+
+
+@pytest.fixture(params=CASES)
+def stages(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
+    return stages_of(request.param)
 
 
 def test_every_node_tells_where_it_comes_from(stages: Any) -> None:
@@ -85,18 +92,17 @@ def test_products_belong_to_the_weight_that_they_use(stages: Any) -> None:
 
 
 def test_gathers_and_reductions_name_their_parameter() -> None:
-    model = gpt()
-    step, state, batch = train(model, px.make_mesh(data=2, simulate=True), P("data"))
+    model, by_name = stages_of("sharded GPT")
     found: dict[str, set[str]] = {}
-    for node, origin in nodes_of(step.trace(state, *batch).graphs[0]):
+    for node, origin in nodes_of(by_name["traced"].graphs[0]):
         if is_collective(node) and origin.reason.endswith("reshard"):
             found.setdefault(origin.role, set()).add(origin.layer)
     assert found == {"parameter": layers_of(model), "gradient": layers_of(model)}
 
 
 def test_merged_reductions_name_all_their_layers() -> None:
-    step, state, batch = train(gpt(), px.make_mesh(data=2, simulate=True))
-    layers = [o.layer for n, o in nodes_of(step.lower(state, *batch).graphs[0]) if is_collective(n)]
+    _, by_name = stages_of("data-parallel GPT")
+    layers = [o.layer for n, o in nodes_of(by_name["lowered"].graphs[0]) if is_collective(n)]
     assert any("blocks/0..2" in layer for layer in layers), layers
 
 
