@@ -15,6 +15,9 @@
     ├── PassError            a pass of the compiler changed a result
     ├── HyperparameterError  an optimizer or schedule setting out of range
     ├── DataError            a data source that is missing, empty or malformed
+    ├── CheckpointError      a checkpoint that can't be written or found; a rank that died while one was written
+    │   ├── CheckpointDamageError    its files are not as they were written
+    │   └── CheckpointMismatchError  it holds other leaves than were asked for
     ├── WorkerError          a worker process failed
     └── BackendError         a backend, device or optional package that is not available
 
@@ -26,6 +29,9 @@ from __future__ import annotations
 __all__ = [
     "AgreementError",
     "BackendError",
+    "CheckpointDamageError",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "DataError",
     "DonationError",
     "GradientError",
@@ -118,6 +124,15 @@ class HyperparameterError(PtrainxError, ValueError): ...
 
 
 class DataError(PtrainxError, ValueError): ...
+
+
+class CheckpointError(PtrainxError, RuntimeError): ...
+
+
+class CheckpointDamageError(CheckpointError): ...
+
+
+class CheckpointMismatchError(CheckpointError): ...
 
 
 class WorkerError(PtrainxError, RuntimeError): ...

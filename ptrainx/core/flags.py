@@ -8,6 +8,7 @@
 | `PTRAINX_AGREEMENT_TIMEOUT` | seconds that ranks wait for each other before a graph's first run (default 120) |
 | `PTRAINX_SHARED_MEMORY` | `0`: CPU ranks of one host send through gloo's sockets, not through shared memory |
 | `PTRAINX_COLLECTIVE_TIMEOUT` | seconds that a rank waits in a collective through shared memory (default 1800) |
+| `PTRAINX_CHECKPOINT_TIMEOUT` | seconds of silence after which a rank is taken for dead in a save (default 300) |
 | `PTRAINX_CACHE_DIR` | where compiled code is kept (default: `ptrainx` in the user's cache folder) |
 """
 
@@ -23,6 +24,7 @@ __all__ = [
     "cache_dir",
     "check_inputs",
     "check_passes",
+    "checkpoint_timeout",
     "collective_timeout",
     "log",
     "shared_memory",
@@ -68,6 +70,11 @@ def shared_memory() -> bool:
 def collective_timeout() -> float:
     """Seconds to wait for the other ranks in a collective through shared memory."""
     return float(os.environ.get("PTRAINX_COLLECTIVE_TIMEOUT", "1800"))
+
+
+def checkpoint_timeout() -> float:
+    """Seconds to wait for a sign of life of another rank while a checkpoint is written or read."""
+    return float(os.environ.get("PTRAINX_CHECKPOINT_TIMEOUT", "300"))
 
 
 def cache_dir() -> Path:

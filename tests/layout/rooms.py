@@ -16,7 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops"}),
     frozenset({"compile"}),
     frozenset({"transforms"}),
-    frozenset({"optim", "data", "observe", "runtime"}),
+    frozenset({"optim", "checkpoint", "data", "observe", "runtime"}),
     frozenset({"cli"}),
 )
 """A room imports rooms of layers before its own, and its own files."""
