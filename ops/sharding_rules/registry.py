@@ -101,6 +101,12 @@ def _checked(operator: Any, rule: Callable[..., Sequence[Row]]) -> Callable[...,
                     expected=f"{results} placements of results, from one for each tensor of {given}",
                     fix="give each tensor argument a placement, and None to what is no tensor",
                 )
+            if any(value not in (None, Replicate()) for value in inputs[len(args) :]):
+                raise SpecError(
+                    f"the sharding rule of {operator} splits an operand that is passed by keyword",
+                    got=f"{outputs} from {inputs}",
+                    fix="give tensors that are passed by keyword Replicate(), or make them positional",
+                )
             found.append((outputs, inputs))
         return found
 

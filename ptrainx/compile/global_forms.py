@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ptrainx.compile.instance_norm import instance_norm
+from ptrainx.compile.loss_forms import gaussian_nll_loss
 from ptrainx.compile.mean_losses import cross_entropy, nll_loss
 
 __all__ = ["GLOBAL_FORMS", "PER_SHARD_FORMS", "batch_norm", "set_item"]
@@ -64,9 +66,10 @@ def _batch_norm(
 
 def set_item(value: torch.Tensor, index: Any, new: Any) -> None:
     """`value[index] = new`. Where the index picks from a sharded dim, there is no view to write through: the value is
-    gathered, written and split again."""
+    gathered, written and split again. So is one whose sum is owed, which is paid first."""
     placements = value.placements if isinstance(value, DTensor) else ()
-    if not any(_picks(index, p.dim % value.ndim) for p in placements if isinstance(p, Shard)):
+    owed = any(p.is_partial() for p in placements)
+    if not owed and not any(_picks(index, p.dim % value.ndim) for p in placements if isinstance(p, Shard)):
         T.__setitem__(value, index, new)
         return
     assert isinstance(value, DTensor)
@@ -89,6 +92,8 @@ GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
     T.__setitem__: set_item,
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    F.instance_norm: instance_norm,
 }
 """Function -> how it is computed where its arguments are global values."""
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptrainx.compile.convolution import CONVOLUTIONS, convolve
 from ptrainx.compile.fallback import run_somewhere
 from ptrainx.compile.per_shard import per_shard_mesh_of, recast, run_per_shard
+from ptrainx.compile.reduced_dims import with_all_dims
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
@@ -28,6 +29,7 @@ from ptrainx.core.torch_compat_partial import make_addends_exact
 from ptrainx.core.torch_compat_strided import make_strided_shards_traceable
 from ptrainx.core.trace_context import TraceContext, called_by_library, current_trace, user_source
 from ptrainx.mesh.per_shard import is_per_shard
+from ptrainx.mesh.placement import replicate
 
 __all__ = ["READ_FIX", "LocalRules", "guard_methods", "refuse_randomness", "storages"]
 
@@ -67,6 +69,7 @@ class LocalRules(TorchDispatchMode):
             with self:
                 return convolve(func, args, self.trace)
         if placed:
+            args, kwargs = with_all_dims(func, args, self._settled(func, kwargs))
             out = run_somewhere(self._pass_on, func, args, kwargs, self.trace)
             if "view" in traits:
                 self._note_copies(args[0], out)
@@ -74,6 +77,14 @@ class LocalRules(TorchDispatchMode):
         if func is torch.ops.aten.view.default and not _viewable(args[0], args[1]):
             return torch.ops.aten.view.default(args[0].contiguous(), args[1])
         return func(*args, **kwargs)
+
+    def _settled(self, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments as DTensor needs them: it moves operands, but not those that are passed by keyword."""
+        moving = {k: x for k, x in kwargs.items() if isinstance(x, DTensor) and k not in ("attn_mask", "out")}
+        if all(p.is_replicate() for x in moving.values() for p in x.placements):
+            return kwargs
+        with self, self.trace.marked(asked=False, reason=f"operands of {func}"):
+            return {**kwargs, **{k: replicate(x) for k, x in moving.items()}}
 
     def _pass_on(self, func: Any, args: Any, kwargs: Any) -> Any:
         """DTensor's dispatch, with these rules for the local operators inside."""
@@ -101,6 +112,12 @@ class LocalRules(TorchDispatchMode):
                 f"{self.trace.name} calls a collective: {func._schema.name}",
                 source=self.trace.origin.source,
                 fix="inside jit values are global, and communication follows from placements (px.reshard)",
+            )
+        if placed and "reshapes" in traits:
+            raise MutationError(
+                f"{self.trace.name} changes the shape of a global value in place: {name}",
+                source=self.trace.origin.source,
+                fix=f"make a new value: {name.rstrip('_')} instead of {name}",
             )
         if "writes" in traits:
             self._check_write(func, args, kwargs)
@@ -162,6 +179,7 @@ def _traits(func: Any) -> frozenset[str]:
         "collective": func.namespace in _COLLECTIVES,
         "writes": func._schema.is_mutable,
         "view": func.is_view,
+        "reshapes": torch.Tag.inplace_view in tags and func._schema.name != "aten::detach_",
     }
     return frozenset(name for name, holds in checks.items() if holds)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ptrainx.core import torch_compat as tc
@@ -215,9 +215,10 @@ def _gradients(value: torch.Tensor, primals: list[torch.Tensor], nested: bool) -
 
 def _resting_placements(primal: Any, gradient: Any) -> tuple:
     if isinstance(primal, DTensor):
-        return tuple(primal.placements)
+        # The gradient of a sum that is owed is the same for every addend.
+        return tuple(Replicate() if p.is_partial() else p for p in primal.placements)
     mesh_dims = gradient.device_mesh.ndim if isinstance(gradient, DTensor) else 0
-    return (torch.distributed.tensor.Replicate(),) * mesh_dims
+    return (Replicate(),) * mesh_dims
 
 
 def _paid(gradient: Any, wanted: tuple, summed_in: torch.dtype | None) -> Any:

@@ -1,0 +1,81 @@
+"""Views and reshapes, joins and splits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.ops.coverage.case import Case, values
+
+__all__ = ["CASES"]
+
+X, BOX, FLAT = values(8, 4), values(4, 8, 4), values(32)
+
+CASES = [
+    Case("view, split", lambda x: x.view(2, 4, 4) * 2, (X,)),
+    Case("view, merge", lambda x: x.view(32) * 2, (X,)),
+    Case("reshape", lambda x: x.reshape(4, 8), (X,)),
+    Case("reshape, transposed", lambda x: x.t().reshape(32), (X,)),
+    Case("reshape, heads", lambda x: x.view(4, 8, 2, 2).transpose(1, 2).reshape(4, 2, 16), (BOX,)),
+    Case("flatten", lambda x: x.flatten(1), (BOX,)),
+    Case("flatten, first dims", lambda x: x.flatten(0, 1), (BOX,)),
+    Case("unflatten", lambda x: x.unflatten(0, (2, 4)), (X,)),
+    Case("unflatten, last", lambda x: x.unflatten(1, (2, 2)).sum(2), (X,)),
+    Case("squeeze", lambda x: x.squeeze(1), (values(8, 1, 4),)),
+    Case("squeeze, all", lambda x: x.squeeze(), (values(1, 8, 1, 4),)),
+    Case("unsqueeze", lambda x: x.unsqueeze(1) * 2, (X,)),
+    Case("transpose", lambda x: x.transpose(0, 1), (X,)),
+    Case("t", lambda x: x.t() * 2, (X,)),
+    Case("permute", lambda x: x.permute(2, 0, 1), (BOX,)),
+    Case("movedim", lambda x: x.movedim(0, 2), (BOX,)),
+    Case("swapaxes", lambda x: x.swapaxes(0, 2).contiguous(), (BOX,)),
+    Case("expand", lambda x: x.expand(8, 4), (values(1, 4),)),
+    Case("expand, new dim", lambda x: x.expand(3, 8, 4), (X,)),
+    Case("expand_as", lambda x, y: x.expand_as(y) * y, (values(8, 1), X)),
+    Case("broadcast_to", lambda x: torch.broadcast_to(x, (8, 4)), (values(4),)),
+    Case("repeat", lambda x: x.repeat(2, 3), (X,)),
+    Case("tile", lambda x: torch.tile(x, (2,)), (X,)),
+    Case("repeat_interleave", lambda x: x.repeat_interleave(2, dim=0), (X,)),
+    Case("repeat_interleave, dim 1", lambda x: x.repeat_interleave(3, dim=1), (X,)),
+    Case("cat, dim 0", lambda x, y: torch.cat([x, y]), (X, values(4, 4, seed=1))),
+    Case("cat, dim 1", lambda x, y: torch.cat([x, y], 1), (X, values(8, 8, seed=1))),
+    Case("stack", lambda x, y: torch.stack([x, y]), (X, values(8, 4, seed=1))),
+    Case("stack, last", lambda x, y: torch.stack([x, y], -1), (X, values(8, 4, seed=1))),
+    Case("hstack", lambda x, y: torch.hstack([x, y]), (X, X * 2)),
+    Case("vstack", lambda x, y: torch.vstack([x, y]), (X, X * 2)),
+    Case("split, dim 0", lambda x: [p * 2 for p in x.split(2)], (X,)),
+    Case("split, sizes", lambda x: [p * 2 for p in x.split([1, 3], 1)], (X,)),
+    Case("split, uneven", lambda x: [p * 2 for p in x.split(3)], (X,)),
+    Case("chunk", lambda x: [p * 2 for p in x.chunk(2, 1)], (X,)),
+    Case("tensor_split", lambda x: [p * 2 for p in torch.tensor_split(x, 3)], (X,)),
+    Case("unbind", lambda x: [p * 2 for p in x.unbind(1)], (X,)),
+    Case("unbind, dim 0", lambda x: torch.stack(x.unbind(0)), (X,)),
+    Case("narrow", lambda x: x.narrow(0, 2, 4), (X,)),
+    Case("narrow, dim 1", lambda x: x.narrow(1, 1, 2), (X,)),
+    Case("select", lambda x: x.select(0, 3), (X,)),
+    Case("unfold", lambda x: x.unfold(0, 4, 2), (X,)),
+    Case("flip", lambda x: x.flip(0), (X,)),
+    Case("flip, two dims", lambda x: x.flip(0, 1), (X,)),
+    Case("roll", lambda x: x.roll(1, 0), (X,)),
+    Case("roll, two dims", lambda x: x.roll((1, 2), (0, 1)), (X,)),
+    Case("rot90", lambda x: x.rot90(), (X,)),
+    Case("diagonal", lambda x: x.diagonal(), (values(8, 8),)),
+    Case("diag", lambda x: torch.diag(x), (values(8),)),
+    Case("diag_embed", lambda x: torch.diag_embed(x), (X,)),
+    Case("F.pad", lambda x: F.pad(x, (1, 2)), (X,)),
+    Case("F.pad, rows", lambda x: F.pad(x, (0, 0, 1, 1), value=2.0), (X,)),
+    Case("F.pad, reflect", lambda x: F.pad(x, (1, 1), mode="reflect"), (BOX,)),
+    Case("contiguous", lambda x: x.t().contiguous(), (X,)),
+    Case("view_as", lambda x, y: x.view_as(y), (FLAT, X)),
+    Case("reshape_as", lambda x, y: x.t().reshape_as(y), (X, X * 2)),
+    Case("ravel", lambda x: x.ravel(), (X,)),
+    Case("atleast_3d", lambda x: torch.atleast_3d(x), (X,)),
+    Case("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), (values(8), values(4))),
+    Case("cartesian_prod", lambda x, y: torch.cartesian_prod(x, y), (values(8), values(4))),
+    Case("block_diag", lambda x, y: torch.block_diag(x, y), (X, values(4, 4))),
+    Case("tril_indices", lambda x: x[tuple(torch.tril_indices(4, 4))], (values(4, 4),)),
+    Case("complex", lambda x, y: torch.complex(x, y).abs(), (X, values(8, 4, seed=1))),
+    Case("view_as_complex", lambda x: torch.view_as_real(torch.view_as_complex(x) * 2j), (values(8, 4, 2),)),
+    Case("fft", lambda x: torch.fft.fft(x, dim=0).abs(), (X,)),
+    Case("rfft", lambda x: torch.fft.rfft(x, dim=1).real, (X,)),
+]
