@@ -1,5 +1,8 @@
-"""Shifts of integers: torch 2.13's DTensor takes `__lshift__` for an operator that writes in place, by its last underscore,
-and gives the operand back unshifted."""
+"""Shifts of integers.
+
+torch 2.13's DTensor takes `__lshift__` for an operator that writes in place, by its last underscore, and gives the
+operand back unshifted.
+"""
 
 from __future__ import annotations
 

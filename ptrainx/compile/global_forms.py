@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ptrainx.compile.instance_norm import instance_norm
 from ptrainx.compile.loss_forms import gaussian_nll_loss
 from ptrainx.compile.mean_losses import cross_entropy, nll_loss
+from ptrainx.compile.quantiles import quantile
 
 __all__ = ["GLOBAL_FORMS", "PER_SHARD_FORMS", "batch_norm", "set_item"]
 
@@ -94,6 +95,8 @@ GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
     F.nll_loss: nll_loss,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.instance_norm: instance_norm,
+    torch.quantile: quantile,
+    T.quantile: quantile,
 }
 """Function -> how it is computed where its arguments are global values."""
 

@@ -18,7 +18,7 @@ from ptrainx.compile.global_forms import GLOBAL_FORMS, PER_SHARD_FORMS
 from ptrainx.compile.rules import READ_FIX, refuse_randomness
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
-from ptrainx.core.errors import HostReadError, TraceError
+from ptrainx.core.errors import HostReadError, MutationError, TraceError
 from ptrainx.core.torch_compat_functorch import in_functorch
 from ptrainx.core.trace_context import TraceContext, user_source
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
@@ -162,6 +162,13 @@ class GlobalValues(TorchFunctionMode):
                 got=f"{describe(args[0])}, whose value is known only when the step runs",
                 source=self.trace.origin.source,
                 fix=_IF_FIX if what.startswith("`if") else READ_FIX,
+            )
+        if func in _RESHAPED_IN_PLACE:
+            name = func.__name__
+            raise MutationError(
+                f"{self.trace.name} changes the shape of a global value in place: {name}",
+                source=self.trace.origin.source,
+                fix=f"make a new value: {name.rstrip('_')} instead of {name}",
             )
         _refuse_random(self.trace, func, args, kwargs)
 
@@ -331,6 +338,8 @@ def _argument(args: Any, kwargs: Any, index: int, name: str, default: Any) -> An
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
+_RESHAPED_IN_PLACE = {T.squeeze_, T.unsqueeze_, T.t_, T.transpose_, T.swapaxes_, T.swapdims_, T.resize_, T.set_}
+"""torch changes the local tensors, and not what the global value says of itself."""
 _PASSIVE = {
     T.size,
     T.dim,

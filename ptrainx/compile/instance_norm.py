@@ -1,4 +1,7 @@
-"""Instance normalisation of global values: torch's kernel reshapes the running statistics and writes into the copies."""
+"""Instance normalisation of global values.
+
+torch's kernel repeats the running statistics for each instance and writes into those copies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and norms that torch's functions compute in a way that global values can't follow, written for them."""
+"""Losses that torch computes with a look at values on the host, written without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """`torch.nn.functional.gaussian_nll_loss`, which reads on the host whether a variance is negative; here none is read.
+    """`torch.nn.functional.gaussian_nll_loss`, without its look on the host for a negative variance.
 
     Source: Nix and Weigend 1994, https://doi.org/10.1109/ICNN.1994.374138.
     """
@@ -46,5 +46,3 @@ def gaussian_nll_loss(
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
-
-

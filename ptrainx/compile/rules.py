@@ -113,12 +113,6 @@ class LocalRules(TorchDispatchMode):
                 source=self.trace.origin.source,
                 fix="inside jit values are global, and communication follows from placements (px.reshard)",
             )
-        if placed and "reshapes" in traits:
-            raise MutationError(
-                f"{self.trace.name} changes the shape of a global value in place: {name}",
-                source=self.trace.origin.source,
-                fix=f"make a new value: {name.rstrip('_')} instead of {name}",
-            )
         if "writes" in traits:
             self._check_write(func, args, kwargs)
 
@@ -179,7 +173,6 @@ def _traits(func: Any) -> frozenset[str]:
         "collective": func.namespace in _COLLECTIVES,
         "writes": func._schema.is_mutable,
         "view": func.is_view,
-        "reshapes": torch.Tag.inplace_view in tags and func._schema.name != "aten::detach_",
     }
     return frozenset(name for name, holds in checks.items() if holds)
 

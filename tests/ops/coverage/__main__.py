@@ -1,7 +1,7 @@
 """`python -m tests.ops.coverage [FAMILY ...] [--every]`: runs the table of operators, and writes its page.
 
-Without `--every` a case has at most the number of placements a mesh that `LIMITS` says; results of families that are not
-named stay as they are in the file of counts beside this module.
+Without `--every` a case has at most as many placements on a mesh as `LIMITS` says. The counts of families that are not
+named stay as they are in `counts/`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs cells of the table: a case at a placement, forward and gradient, against one device.
 
-A cell is *equal*, *refused* with a typed error that says what to do, *uneven* (refused because an axis does not divide a
-dim), or *wrong*: another value on some rank without a word, or an error that is none of ours.
+A cell is *equal*, *refused* with a typed error that says what to do, *uneven* (refused because an axis does not divide
+a dim), or *wrong*: another value on some rank without a word, or an error that is none of ours.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _raised(error: Exception) -> Outcome:
     """What an error makes of a cell: a typed one that says what to do is a refusal."""
     if not isinstance(error, PtrainxError):
         return Outcome("wrong", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    kind = "uneven" if isinstance(error, SpecError) and "divide" in str(error) else "refused"
+    kind = "uneven" if isinstance(error, SpecError) and "divisible" in str(error) else "refused"
     return Outcome(kind if error.fix else "wrong", f"{type(error).__name__}: {error.problem}")
 
 

@@ -48,7 +48,11 @@ CASES = [
     Case("F.smooth_l1_loss", F.smooth_l1_loss, (X, Y)),
     Case("F.huber_loss", lambda x, y: F.huber_loss(x, y, delta=0.3), (X, Y)),
     Case("F.soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach().sign()), (X, Y)),
-    Case("F.binary_cross_entropy", lambda x, y: F.binary_cross_entropy(x / 2, y / 2), (positive(8, 4), positive(8, 4, seed=1))),
+    Case(
+        "F.binary_cross_entropy",
+        lambda x, y: F.binary_cross_entropy(x / 2, y / 2),
+        (positive(8, 4), positive(8, 4, seed=1)),
+    ),
     Case("F.binary_cross_entropy_with_logits", lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), (X, Y)),
     Case("F.cross_entropy", F.cross_entropy, (X, CLASSES)),
     Case("F.cross_entropy, ignored", F.cross_entropy, (X, IGNORED)),
@@ -62,8 +66,15 @@ CASES = [
     Case("F.gaussian_nll_loss", lambda x, y, v: F.gaussian_nll_loss(x, y, v), (X, Y, positive(8, 4))),
     Case("F.poisson_nll_loss", F.poisson_nll_loss, (X, Y)),
     Case("F.hinge_embedding_loss", lambda x, s: F.hinge_embedding_loss(x[:, 0], s.detach()), (X, SIGNS)),
-    Case("F.margin_ranking_loss", lambda x, y, s: F.margin_ranking_loss(x[:, 0], y[:, 0], s.detach()), (X, Y, SIGNS), whole=(2,)),
-    Case("F.cosine_embedding_loss", lambda x, y, s: F.cosine_embedding_loss(x, y, s.detach()), (X, Y, SIGNS), whole=(2,)),
+    Case(
+        "F.margin_ranking_loss",
+        lambda x, y, s: F.margin_ranking_loss(x[:, 0], y[:, 0], s.detach()),
+        (X, Y, SIGNS),
+        whole=(2,),
+    ),
+    Case(
+        "F.cosine_embedding_loss", lambda x, y, s: F.cosine_embedding_loss(x, y, s.detach()), (X, Y, SIGNS), whole=(2,)
+    ),
     Case("F.triplet_margin_loss", F.triplet_margin_loss, (X, Y, X * Y), whole=(2,)),
     Case("F.multi_margin_loss", F.multi_margin_loss, (X, CLASSES)),
     Case("F.multilabel_soft_margin_loss", lambda x, y: F.multilabel_soft_margin_loss(x, y.sigmoid()), (X, Y)),
@@ -75,10 +86,13 @@ CASES = [
     Case("F.instance_norm", lambda x: F.instance_norm(x), (SIGNAL,)),
     Case(
         "F.instance_norm, running",
-        _running(lambda x, m, v: F.instance_norm(x, m, v, use_input_stats=True)), (SIGNAL, *STATISTICS),
+        _running(lambda x, m, v: F.instance_norm(x, m, v, use_input_stats=True)),
+        (SIGNAL, *STATISTICS),
     ),
     Case("F.batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (X, W, B)),
-    Case("F.batch_norm, running", _running(lambda x, m, v: F.batch_norm(x, m, v, training=True)), (SIGNAL, *STATISTICS)),
+    Case(
+        "F.batch_norm, running", _running(lambda x, m, v: F.batch_norm(x, m, v, training=True)), (SIGNAL, *STATISTICS)
+    ),
     Case("F.batch_norm, evaluation", lambda x, m, v: F.batch_norm(x, m.detach(), v.detach()), (SIGNAL, *STATISTICS)),
     Case("F.local_response_norm", lambda x: F.local_response_norm(x, 2), (SIGNAL,)),
     Case("F.conv1d", F.conv1d, (SIGNAL, values(8, 4, 3), values(8))),
@@ -106,7 +120,11 @@ CASES = [
     Case("attention, mask of the batch", _attention(), (*HEADS, mask(4, 1, 8, 8) | torch.eye(8).bool())),
     Case("attention, mask of the heads", _attention(), (*HEADS, mask(1, 4, 8, 8) | torch.eye(8).bool())),
     Case("attention, mask of each", _attention(), (*HEADS, mask(4, 4, 8, 8) | torch.eye(8).bool())),
-    Case("attention, bias", lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m.detach()), (*HEADS, values(8, 8))),
+    Case(
+        "attention, bias",
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m.detach()),
+        (*HEADS, values(8, 8)),
+    ),
     Case("attention, learnt bias", _attention(), (*HEADS, values(8, 8))),
     Case("attention, padding", _attention(), (*HEADS, mask(4, 1, 1, 8) | (torch.arange(8) == 0))),
     Case("attention, grouped", _attention(enable_gqa=True), (HEADS[0], HEADS[1][:, :2], HEADS[2][:, :2])),

@@ -49,6 +49,8 @@ CASES = [
     Case("chain_matmul", lambda a, b: a @ b @ a, (A, B)),
     Case("gram", lambda a: a @ a.t(), (A,)),
     Case("linalg.inv", lambda a: torch.linalg.inv(a @ a.t() + torch.eye(4, dtype=a.dtype) * 3), (values(4, 4),)),
-    Case("linalg.cholesky", lambda a: torch.linalg.cholesky(a @ a.t() + torch.eye(4, dtype=a.dtype) * 3), (values(4, 4),)),
+    Case(
+        "linalg.cholesky", lambda a: torch.linalg.cholesky(a @ a.t() + torch.eye(4, dtype=a.dtype) * 3), (values(4, 4),)
+    ),
     Case("linalg.solve", lambda a, b: torch.linalg.solve(a + torch.eye(4, dtype=a.dtype) * 5, b), (values(4, 4), B)),
 ]

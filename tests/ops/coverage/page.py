@@ -27,10 +27,13 @@ LIMITS = {"2": 8, "4": 3, "2x2": 4, "3": 4}
 
 INTRODUCTION = """# Operators
 
-Which operators give on sharded values what they give on one device. Written by `python -m tests.ops.coverage`; each case is a
-function of tensors, run with its gradient in float64 at placements of its arguments (replicated, split along any dim, owed as a sum
-with addends that are not zero) on simulated meshes of 2, 4 and 2x2 devices, and compared on every rank. On a mesh of 3, which divides
-few dims, a placement that would split a dim unevenly is refused by name (*uneven*). No cell may give another value without a word.
+Which operators give on sharded values what they give on one device: written by `python -m tests.ops.coverage`.
+
+A case is a function of tensors, run with its gradient, in float64 as a rule, at placements of its arguments: replicated,
+split along any dim, owed as a sum whose addends are not zero. A cell is a case at one placement of each argument, on a
+simulated mesh of 2, 4 or 2x2 devices, compared with one device on every rank; {limits}. On a mesh of 3, which
+divides few dims, a placement that would split one unevenly is refused (*uneven*). No cell gives another value without
+a word. A sample of the cells runs in real processes too.
 
 """
 
@@ -50,7 +53,8 @@ def page_text() -> str:
         lines.append(f"| {family} | {len(cases)} | {_row(total)} |")
         everything.update({"cases": len(cases), **total})
     lines.append(f"| all | {everything.pop('cases')} | {_row(everything)} |")
-    text = INTRODUCTION + "\n".join(lines) + "\n"
+    most = ", ".join(f"{n} on {axes}" for axes, n in LIMITS.items())
+    text = INTRODUCTION.format(limits=f"this run took at most so many of a case: {most}") + "\n".join(lines) + "\n"
     for family, cases in results.items():
         text += f"\n## {family.capitalize()}\n\n| case | {' | '.join(MESHES)} |\n|---|{'---|' * len(MESHES)}\n"
         for name, meshes in cases.items():

@@ -11,7 +11,13 @@ from tests.ops.coverage.case import Case, ints, mask, positive, values
 
 __all__ = ["CASES"]
 
-X, Y, ROW, COLUMN, POSITIVE = values(8, 4), values(8, 4, seed=1), values(4, seed=2), values(8, 1, seed=3), positive(8, 4)
+X, Y, ROW, COLUMN, POSITIVE = (
+    values(8, 4),
+    values(8, 4, seed=1),
+    values(4, seed=2),
+    values(8, 1, seed=3),
+    positive(8, 4),
+)
 BITS, MORE_BITS = ints(8, 4, below=13), ints(8, 4, below=7, seed=1)
 
 
@@ -22,19 +28,19 @@ def _foreach(name: str, *others: Any) -> Any:
 
 
 UNARY = [
-    "abs", "neg", "exp", "expm1", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asinh", "atan", "sigmoid", "relu", "sign", "sgn",
-    "square", "erf", "erfc", "ceil", "floor", "round", "trunc", "frac", "exp2", "deg2rad", "rad2deg", "sinc", "positive", "signbit",
-    "isnan", "isinf", "isfinite", "logical_not", "nan_to_num", "clone",
+    "abs", "neg", "exp", "expm1", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asinh", "atan", "sigmoid", "relu",
+    "sign", "sgn", "square", "erf", "erfc", "ceil", "floor", "round", "trunc", "frac", "exp2", "deg2rad", "rad2deg",
+    "sinc", "positive", "signbit", "isnan", "isinf", "isfinite", "logical_not", "nan_to_num", "clone",
 ]  # fmt: skip
 UNARY_POSITIVE = ["sqrt", "rsqrt", "log", "log2", "log10", "log1p", "reciprocal", "lgamma", "digamma", "acosh"]
 UNARY_INSIDE = ["asin", "acos", "atanh", "erfinv", "logit"]
 ACTIVATIONS = [
-    "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign", "tanhshrink", "hardtanh", "hardswish",
-    "hardsigmoid", "hardshrink", "softshrink", "logsigmoid", "relu6", "threshold",
+    "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign", "tanhshrink", "hardtanh",
+    "hardswish", "hardsigmoid", "hardshrink", "softshrink", "logsigmoid", "relu6", "threshold",
 ]  # fmt: skip
 BINARY = [
-    "add", "sub", "mul", "maximum", "minimum", "atan2", "hypot", "fmax", "fmin", "logaddexp", "eq", "ne", "lt", "le", "gt", "ge",
-    "logical_and", "logical_or", "logical_xor", "copysign",
+    "add", "sub", "mul", "maximum", "minimum", "atan2", "hypot", "fmax", "fmin", "logaddexp", "eq", "ne", "lt",
+    "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "copysign",
 ]  # fmt: skip
 
 CASES = [
