@@ -18,7 +18,7 @@ from ptrainx.compile.loss_forms import gaussian_nll_loss
 from ptrainx.compile.mean_losses import cross_entropy, nll_loss
 from ptrainx.compile.quantiles import quantile
 
-__all__ = ["GLOBAL_FORMS", "PER_SHARD_FORMS", "batch_norm", "set_item"]
+__all__ = ["GLOBAL_FORMS", "PER_SHARD_FORMS", "batch_norm", "prelu", "set_item"]
 
 T = torch.Tensor
 
@@ -65,6 +65,12 @@ def _batch_norm(
     return batch_norm(input, mean, var, weight, bias, training, momentum, eps)
 
 
+def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`torch.nn.functional.prelu`; its kernel meets a view that can't be moved to another placement."""
+    shape = [1, -1] + [1] * (input.ndim - 2) if input.ndim > 1 else [-1]
+    return torch.where(input > 0, input, weight.reshape(shape) * input)
+
+
 def set_item(value: torch.Tensor, index: Any, new: Any) -> None:
     """`value[index] = new`. Where the index picks from a sharded dim, there is no view to write through: the value is
     gathered, written and split again. So is one whose sum is owed, which is paid first."""
@@ -95,6 +101,7 @@ GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
     F.nll_loss: nll_loss,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.instance_norm: instance_norm,
+    F.prelu: prelu,
     torch.quantile: quantile,
     T.quantile: quantile,
 }
