@@ -29,11 +29,11 @@ INTRODUCTION = """# Operators
 
 Which operators give on sharded values what they give on one device: written by `python -m tests.ops.coverage`.
 
-A case is a function of tensors, run with its gradient, in float64 as a rule, at placements of its arguments: replicated,
-split along any dim, owed as a sum whose addends are not zero. A cell is a case at one placement of each argument, on a
-simulated mesh of 2, 4 or 2x2 devices, compared with one device on every rank; {limits}.
-On a mesh of 3, which divides few dims, a placement that would split one unevenly is refused (*uneven*). No cell gives
-another value and says nothing. A sample of the cells runs in real processes too.
+A case is a function of tensors, run with its gradient, in float64 as a rule, at placements of its arguments:
+replicated, split along any dim, owed as a sum whose addends are not zero. A cell is a case at one placement of each
+argument, on a simulated mesh of 2, 4 or 2x2 devices, compared with one device on every rank; {limits}. On a mesh of 3,
+which divides few dims, a placement that would split one unevenly is refused (*uneven*). No cell gives another value and
+says nothing. A sample of the cells runs in real processes too.
 
 """
 
