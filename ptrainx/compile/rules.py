@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrainx.compile.convolution import CONVOLUTIONS, convolve
 from ptrainx.compile.fallback import run_somewhere
+from ptrainx.compile.lookups import LOOKUPS, look_up
 from ptrainx.compile.per_shard import per_shard_mesh_of, recast, run_per_shard
 from ptrainx.compile.reduced_dims import with_all_dims
 from ptrainx.core import torch_compat as tc
@@ -68,12 +69,17 @@ class LocalRules(TorchDispatchMode):
         if placed and func in CONVOLUTIONS:
             with self:
                 return convolve(func, args, self.trace)
+        if placed and func in LOOKUPS:
+            with self:
+                return look_up(*args[:2], self.trace)
         if placed:
             args, kwargs = with_all_dims(func, args, self._settled(func, kwargs))
             out = run_somewhere(self._pass_on, func, args, kwargs, self.trace)
             if "view" in traits:
                 self._note_copies(args[0], out)
             return out
+        if func is torch.ops.aten.detach_.default:
+            return args[0]  # autograd does it to what a function without a gradient returns; to a view it is an error
         if func is torch.ops.aten.view.default and not _viewable(args[0], args[1]):
             return torch.ops.aten.view.default(args[0].contiguous(), args[1])
         return func(*args, **kwargs)

@@ -27,7 +27,7 @@ from tests.ops.coverage.placements import place
 
 __all__ = ["Cell", "Outcome", "expected", "gradients", "run_cells"]
 
-BATCH = 16
+BATCH = 32
 
 
 @dataclasses.dataclass(frozen=True)

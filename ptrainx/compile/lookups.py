@@ -1,0 +1,65 @@
+"""Lookups in a table whose rows are sharded: each rank looks up the rows that it holds, and owes a sum of them.
+
+torch 2.13's rule leaves the rows of other ranks unmasked until the sum is paid. It has lost the mask by then if an
+operator came in between, and knows of one axis only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ptrainx.core import torch_compat as tc
+from ptrainx.core.trace_context import TraceContext
+from ptrainx.mesh.placement import contiguous_strides
+
+__all__ = ["LOOKUPS", "look_up"]
+
+LOOKUPS = {torch.ops.aten.embedding.default}
+
+
+def look_up(table: Any, indices: Any, trace: TraceContext) -> DTensor:
+    """`table[indices]` of global values, with a sum owed over the axes that split the rows.
+
+    Over an axis that splits the indices too, the table is gathered; over one that splits its columns, the indices are.
+    """
+    mesh = next(x.device_mesh for x in (table, indices) if isinstance(x, DTensor))
+    tables, ids, outs = zip(*(_ways(_at(table, i), _at(indices, i), indices.ndim) for i in range(mesh.ndim)))
+    with trace.marked(asked=False, reason="operands of aten.embedding.default"):
+        rows, local = _local(table, tables), _local(indices, ids)
+    if Shard(0) in tables:
+        place: Any = 0
+        for i, placement in enumerate(tables):
+            if placement == Shard(0):
+                place = place * mesh.size(i) + mesh.get_coordinate()[i]
+        own = local - place * rows.shape[0]
+        elsewhere = (own < 0) | (own >= rows.shape[0])
+        found = torch.embedding(rows, own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+    else:
+        found = torch.embedding(rows, local)
+    shape = (*indices.shape, table.shape[1])
+    return tc.wrap_local(found, tc.make_spec(mesh, outs, torch.Size(shape), contiguous_strides(shape), table.dtype))
+
+
+def _at(value: Any, axis: int) -> Any:
+    return value.placements[axis] if isinstance(value, DTensor) else Replicate()
+
+
+def _ways(table: Any, indices: Any, ndim: int) -> tuple[Any, Any, Any]:
+    """Over one axis: the placements of the table, the indices and the result."""
+    if table == Shard(1):
+        return table, Replicate(), Shard(ndim)
+    if table == Shard(0) and indices == Replicate():
+        return table, indices, Partial("sum")
+    kept = indices if isinstance(indices, Shard) else Replicate()
+    return Replicate(), kept, kept
+
+
+def _local(value: Any, placements: tuple) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    # Where nothing moves, `redistribute` writes its argument's metadata in place.
+    same = tuple(value.placements) == placements
+    return (value if same else value.redistribute(value.device_mesh, placements))._local_tensor
