@@ -25,7 +25,7 @@ def look_up(table: Any, indices: Any, trace: TraceContext) -> DTensor:
 
     Over an axis that splits the indices too, the table is gathered; over one that splits its columns, the indices are.
     """
-    mesh = next(x.device_mesh for x in (table, indices) if isinstance(x, DTensor))
+    mesh: Any = next(x.device_mesh for x in (table, indices) if isinstance(x, DTensor))
     tables, ids, outs = zip(*(_ways(_at(table, i), _at(indices, i), indices.ndim) for i in range(mesh.ndim)))
     with trace.marked(asked=False, reason="operands of aten.embedding.default"):
         rows, local = _local(table, tables), _local(indices, ids)

@@ -71,7 +71,7 @@ class LocalRules(TorchDispatchMode):
                 return convolve(func, args, self.trace)
         if placed and func in LOOKUPS:
             with self:
-                return look_up(*args[:2], self.trace)
+                return look_up(args[0], args[1], self.trace)
         if placed:
             args, kwargs = with_all_dims(func, args, self._settled(func, kwargs))
             out = run_somewhere(self._pass_on, func, args, kwargs, self.trace)
