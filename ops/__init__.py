@@ -1,8 +1,18 @@
-"""What a step is made of: loops, accumulation, random numbers, sharding rules."""
+"""What a step is made of: loops, accumulation, einops, random numbers, sharding rules."""
 
 from ptrainx.ops.accumulate import accumulate_grads
 from ptrainx.ops.debug_print import debug_print
+from ptrainx.ops.einops import einsum, rearrange, reduce, repeat
 from ptrainx.ops.scan import scan
 from ptrainx.ops.sharding_rules import register_sharding
 
-__all__ = ["accumulate_grads", "debug_print", "register_sharding", "scan"]
+__all__ = [
+    "accumulate_grads",
+    "debug_print",
+    "einsum",
+    "rearrange",
+    "reduce",
+    "register_sharding",
+    "repeat",
+    "scan",
+]
