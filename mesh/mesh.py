@@ -69,6 +69,10 @@ class AbstractMesh:
         """The ranks whose programs this process traces: its own, or all of a simulated mesh."""
         return (0,)
 
+    def covers(self, mesh: AbstractMesh) -> bool:
+        """Whether what is meant for another mesh may run here."""
+        return self == mesh
+
     def rank_view(self, rank: int) -> VirtualDeviceMesh:
         """The mesh as a rank sees it, for tracing that rank's program."""
         if rank not in self._views:

@@ -15,7 +15,7 @@ from ptrainx.compile.agreement import Agreement
 from ptrainx.compile.disk_cache import open_cache
 from ptrainx.compile.graph import copy_module
 from ptrainx.compile.inductor import CompileReport, FallbackWarning, compile_regions, no_compiler
-from ptrainx.compile.kernels import choose_products, products_of, use_onednn
+from ptrainx.compile.kernels import choose_products, products_of, settled_products, use_onednn
 from ptrainx.compile.trace import Program, RankGraph
 
 __all__ = ["Preparation", "prepare"]
@@ -61,7 +61,10 @@ def prepare(
             backend = "graph"
     products = products_of(graph.module.graph for graph in graphs)
     alone = meeting is None or meeting.alone
-    kernels = choose_products(products, open_cache(), meeting) if products or not alone else {}
+    if program.logical is not None:
+        kernels = settled_products(products)
+    else:
+        kernels = choose_products(products, open_cache(), meeting) if products or not alone else {}
     if backend == "graph" and "onednn" not in kernels.values():
         return list(graphs), Preparation(backend, kernels, None)
     copies = [dataclasses.replace(graph, module=copy_module(graph.module)) for graph in graphs]

@@ -6,6 +6,7 @@ generated code, and wraps what comes out. Donated leaves give up their memory an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ptrainx.compile.agreement import first_difference, graph_lines
 from ptrainx.compile.channel import open_channels
 from ptrainx.compile.donation import check_donation, donated_names, exclusive, is_donated, refuse, retire
+from ptrainx.compile.hosted import one_thread, settled, settled_generator
 from ptrainx.compile.lockstep import Lockstep
 from ptrainx.compile.lower import generate
 from ptrainx.compile.trace import Argument, Program, RankGraph
@@ -62,9 +64,13 @@ class Executable:
         if self.simulated:
             generated = [generate(g, None, donated, program.name) for g in graphs]
             self.sources = [source for _, _, source in generated]
-            self.lockstep = Lockstep([(fn, calls) for fn, calls, _ in generated], self.mesh.shape)
+            ordered = program.logical is not None
+            steps = [(settled_generator(fn) if ordered else fn, calls) for fn, calls, _ in generated]
+            self.lockstep = Lockstep(steps, self.mesh.shape)
         else:
             self.step, _, source = generate(first, open_channels(self.mesh), donated, program.name)
+            if program.logical is not None:
+                self.step = settled(self.step)
             self.sources = [source]
         self.before_first: Callable[[list[Locals]], None] | None = None
         self.shards = [self._sharder(a) for a in program.arguments]
@@ -145,7 +151,8 @@ class Executable:
             retire(leaves, self.donated_names)
         del columns
         try:
-            outs = self.lockstep.run(args)
+            with contextlib.nullcontext() if self.program.logical is None else one_thread():
+                outs = self.lockstep.run(args)
         except AgreementError as error:
             self._explain(error)
             raise

@@ -33,6 +33,7 @@ __all__ = [
     "choose_kernel",
     "choose_products",
     "products_of",
+    "settled_products",
     "use_onednn",
 ]
 
@@ -149,6 +150,15 @@ def choose_products(products: list[Product], cache: DiskCache, meeting: Agreemen
     for theirs in share(meeting, "kernels", mine) if meeting is not None else [mine]:
         choices = theirs | choices
     return choices
+
+
+def settled_products(products: list[Product]) -> dict[str, str]:
+    """A kernel for each product by the processor alone, without a measurement, whose outcome may differ another time.
+
+    oneDNN is the faster one on AMD's processors, nearly always.
+    """
+    kernel = _ONEDNN if _has_onednn() and "AMD" in _processor() else _MKL
+    return {str(product): kernel for product in products}
 
 
 def use_onednn(graph: Graph, choices: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from ptrainx.core.trace_context import Remat
 from ptrainx.mesh.axes import join_axes, split_axes
+from ptrainx.mesh.logical import LogicalMesh
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.partition_spec import PartitionSpec
 
@@ -47,7 +48,8 @@ class Program:
     """What is traced: `call(leaves)` runs the user's function on the dynamic leaves of its arguments.
 
     `flatten(*args, **kwargs)` takes the arguments of a call to those leaves, if they are like the ones traced for.
-    `source` is the line that defines the function.
+    `source` is the line that defines the function. `logical` is the mesh that is traced for instead, where reductions
+    are ordered: each device hosts several of its ranks.
     """
 
     name: str
@@ -58,6 +60,12 @@ class Program:
     device: torch.device
     flatten: Callable[..., list[Any]]
     source: str
+    logical: LogicalMesh | None = None
+
+    @property
+    def traced(self) -> Program:
+        """The program as a rank of the trace's mesh runs it."""
+        return self if self.logical is None else dataclasses.replace(self, mesh=self.logical, logical=None)
 
 
 @dataclasses.dataclass

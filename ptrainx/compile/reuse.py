@@ -117,7 +117,8 @@ def _roots_of(node: Node, roots: dict[Node, int]) -> list[int]:
 
 def _candidates(node: Node) -> tuple[int, ...]:
     name = schema_name(node).partition("::")[2]
-    plain = len(node.args) == 2 and not node.kwargs
+    # The parts of a complex product are rounded by the order of its operands.
+    plain = len(node.args) == 2 and not node.kwargs and not node.meta["val"].is_complex()
     return (0, 1) if name in _COMMUTATIVE and plain else (0,)
 
 

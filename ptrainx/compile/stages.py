@@ -17,6 +17,7 @@ from ptrainx.compile.comms import CommReport, report_comms
 from ptrainx.compile.cost import CostReport, report_cost
 from ptrainx.compile.executable import Executable
 from ptrainx.compile.graph import copy_module
+from ptrainx.compile.hosted import host_graphs
 from ptrainx.compile.memory import report_memory
 from ptrainx.compile.memory_report import MemoryReport
 from ptrainx.compile.passes import run_passes
@@ -36,17 +37,17 @@ class Traced:
 
     Attributes:
         program: the function with its abstract arguments and specs.
-        graphs: one graph a rank that this process plays.
+        graphs: one graph a rank that this process plays; a logical rank, where reductions are ordered.
         backend: that is to run it.
     """
 
     def __init__(self, program: Program, backend: str = "graph"):
         self.program, self.backend = program, backend
-        self.graphs = [trace_program(program, rank) for rank in program.mesh.ranks]
+        self.graphs = _trace(program)
 
     def as_text(self, rank: int = 0) -> str:
         """The graph, one line a node."""
-        return as_text(self.program, self.graphs[rank])
+        return as_text(self.program.traced, self.graphs[rank])
 
     def lower(self) -> Lowered:
         """The graph after all passes."""
@@ -145,7 +146,7 @@ def compile_program(
         check: called with the lowered program; may refuse it.
         backend: "graph" or "inductor".
     """
-    lowered = _lower(program, [trace_program(program, rank) for rank in program.mesh.ranks], backend)
+    lowered = _lower(program, _trace(program), backend)
     if check is not None:
         check(lowered)
     compiled = _compile(lowered, meeting)
@@ -162,8 +163,16 @@ def _compile(lowered: Lowered, meeting: Agreement) -> Compiled:
     return Compiled(lowered, executable, preparation)
 
 
+def _trace(program: Program) -> list[RankGraph]:
+    """A graph for each rank, or logical rank, that this process plays."""
+    traced = program.traced
+    return [trace_program(traced, rank) for rank in traced.mesh.ranks]
+
+
 def _lower(program: Program, graphs: list[RankGraph], backend: str) -> Lowered:
     """All passes over each rank's graph, which they change."""
+    if program.logical is not None:
+        return Lowered(program, host_graphs(program, [run_passes(graph) for graph in graphs]), backend)
     if not flags.check_passes():
         return Lowered(program, [run_passes(graph) for graph in graphs], backend)
     histories = [History.of(graph) for graph in graphs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh, same_mesh
 from ptrainx.transforms.cache_key import ProgramCache, leaf_keys, parameter_names, positions_of, typed, what_changed
 from ptrainx.transforms.grad import any_differentiated
+from ptrainx.transforms.ordered import LOGICAL_SHARDS, check_inside, check_reductions, ordered_mesh
 from ptrainx.transforms.reshard import reshard
 from ptrainx.transforms.successors import tell_misplaced_successors
 
@@ -51,6 +52,8 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     backend: str = "graph",
     max_implicit_bytes: int | None = None,
+    reductions: str = "fast",
+    logical_shards: int | Mapping[str, int] | None = None,
 ) -> Any:
     """Compiles a pure function for a mesh; usable as a decorator, with or without arguments.
 
@@ -68,6 +71,10 @@ def jit(
             collectives compiled by Inductor and kept in a cache folder; where there is no C++ compiler, "graph", with
             a warning. "eager": operator by operator on DTensors, for debugging.
         max_implicit_bytes: refuse a program whose ranks send more than this for communication that nobody asked for.
+        reductions: "fast", or "ordered": the same bits on meshes of every size that divides `logical_shards`, at a
+            price in time ([how](../how-to/determinism.md)).
+        logical_shards: into how many parts an ordered program cuts each axis, or a number for each by name; by default
+            `LOGICAL_SHARDS`, 8.
 
     Returns:
         a function with `trace(*args)`, `lower(*args)`, `comms(*args)` and `clear_cache()`.
@@ -85,6 +92,8 @@ def jit(
         "static_argnums": static_argnums,
         "backend": backend,
         "max_implicit_bytes": max_implicit_bytes,
+        "reductions": reductions,
+        "logical_shards": logical_shards,
     }
     if fn is None:
         return lambda fn: JitFunction(fn, **options)
@@ -105,7 +114,10 @@ class JitFunction:
         static_argnums: int | Sequence[int],
         backend: str,
         max_implicit_bytes: int | None,
+        reductions: str = "fast",
+        logical_shards: int | Mapping[str, int] | None = None,
     ):
+        check_reductions(reductions, logical_shards, backend)
         if backend not in BACKENDS:
             raise BackendError(f"jit has no backend {backend!r}", expected=f"one of {', '.join(map(repr, BACKENDS))}")
         functools.update_wrapper(self, fn, updated=())
@@ -115,6 +127,8 @@ class JitFunction:
         self.static = frozenset(positions_of(static_argnums, "static_argnums"))
         self.donate = frozenset(positions_of(donate_argnums, "donate_argnums"))
         self.max_implicit_bytes = max_implicit_bytes
+        self.ordered = reductions == "ordered"
+        self.logical_shards = LOGICAL_SHARDS if logical_shards is None else logical_shards
         if self.static & self.donate:
             raise InputError(f"{self.name}: argument {min(self.static & self.donate)} is both static and donated")
         self._cache = ProgramCache()
@@ -171,13 +185,8 @@ class JitFunction:
     def _inline(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call inside another jitted function: its specs constrain, its mesh has to be the same."""
         trace = current_trace()
-        if self.mesh is not None and trace is not None and self.mesh != trace.mesh:
-            raise MeshError(
-                f"{self.name} is jitted for another mesh than {trace.name}, which calls it",
-                got=str(self.mesh),
-                expected=str(trace.mesh),
-                fix="jit both for one mesh, or call one after the other",
-            )
+        assert trace is not None
+        check_inside(self.name, self.mesh, self.ordered, trace)
         if self.in_specs is not None:
             positions = [i for i in range(len(args)) if i not in self.static]
             dynamic = tuple(args[i] for i in positions)
@@ -236,7 +245,8 @@ class JitFunction:
         device = mesh.device if isinstance(mesh, Mesh) else torch.device("cpu")
         source = defined_at(self.fn) or self.name
         flatten = self._flattener(args, kwargs)
-        return Program(self.name, call, tuple(arguments), self.out_specs, mesh, device, flatten, source)
+        logical = ordered_mesh(self.name, mesh, self.logical_shards, arguments) if self.ordered else None
+        return Program(self.name, call, tuple(arguments), self.out_specs, mesh, device, flatten, source, logical)
 
     def _flattener(self, args: tuple, kwargs: dict[str, Any]) -> Callable[..., list[Any]]:
         """What takes a call's arguments to their leaves, once it has found them to be like these."""

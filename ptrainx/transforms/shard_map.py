@@ -170,7 +170,7 @@ class ShardMapFunction:
                 source=source,
                 fix="call the function itself: its values are one rank's already",
             )
-        if self.mesh is not None and self.mesh != trace.mesh:
+        if self.mesh is not None and not trace.mesh.covers(self.mesh):
             raise MeshError(
                 f"{self.name} is shard_mapped over another mesh than {trace.name} runs on",
                 got=str(self.mesh),
