@@ -155,9 +155,10 @@ def choose_products(products: list[Product], cache: DiskCache, meeting: Agreemen
 def settled_products(products: list[Product]) -> dict[str, str]:
     """A kernel for each product by the processor alone, without a measurement, whose outcome may differ another time.
 
-    oneDNN is the faster one on AMD's processors, nearly always.
+    oneDNN is the faster one on AMD's processors with AVX-512, nearly always.
     """
-    kernel = _ONEDNN if _has_onednn() and "AMD" in _processor() else _MKL
+    fast = _has_onednn() and "AMD" in _processor() and "AVX512" in _processor()
+    kernel = _ONEDNN if fast else _MKL
     return {str(product): kernel for product in products}
 
 

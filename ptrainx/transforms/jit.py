@@ -24,7 +24,7 @@ from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe
-from ptrainx.core.errors import BackendError, GradientError, InputError, MeshError, SpecError, TraceError, TreeError
+from ptrainx.core.errors import GradientError, InputError, MeshError, SpecError, TraceError, TreeError
 from ptrainx.core.trace_context import current_trace, defined_at
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
 from ptrainx.mesh.partition_spec import P, PartitionSpec
@@ -33,13 +33,11 @@ from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh, same_mesh
 from ptrainx.transforms.cache_key import ProgramCache, leaf_keys, parameter_names, positions_of, typed, what_changed
 from ptrainx.transforms.grad import any_differentiated
-from ptrainx.transforms.ordered import LOGICAL_SHARDS, check_inside, check_reductions, ordered_mesh
+from ptrainx.transforms.ordered import LOGICAL_SHARDS, check_inside, check_options, ordered_mesh
 from ptrainx.transforms.reshard import reshard
 from ptrainx.transforms.successors import tell_misplaced_successors
 
-__all__ = ["BACKENDS", "JitFunction", "jit"]
-
-BACKENDS = ("graph", "inductor", "eager")
+__all__ = ["JitFunction", "jit"]
 
 
 def jit(
@@ -71,10 +69,8 @@ def jit(
             collectives compiled by Inductor and kept in a cache folder; where there is no C++ compiler, "graph", with
             a warning. "eager": operator by operator on DTensors, for debugging.
         max_implicit_bytes: refuse a program whose ranks send more than this for communication that nobody asked for.
-        reductions: "fast", or "ordered": the same bits on meshes of every size that divides `logical_shards`, at a
-            price in time ([how](../how-to/determinism.md)).
-        logical_shards: into how many parts an ordered program cuts each axis, or a number for each by name; by default
-            `LOGICAL_SHARDS`, 8.
+        reductions: "fast", or "ordered": the same bits on meshes of every size that divides `logical_shards`.
+        logical_shards: into how many parts an ordered program cuts every axis, or each by name; 8 by default.
 
     Returns:
         a function with `trace(*args)`, `lower(*args)`, `comms(*args)` and `clear_cache()`.
@@ -117,9 +113,7 @@ class JitFunction:
         reductions: str = "fast",
         logical_shards: int | Mapping[str, int] | None = None,
     ):
-        check_reductions(reductions, logical_shards, backend)
-        if backend not in BACKENDS:
-            raise BackendError(f"jit has no backend {backend!r}", expected=f"one of {', '.join(map(repr, BACKENDS))}")
+        check_options(backend, reductions, logical_shards)
         functools.update_wrapper(self, fn, updated=())
         self.fn, self.mesh, self.in_specs, self.out_specs, self.backend = fn, mesh, in_specs, out_specs, backend
         self.name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__

@@ -1,4 +1,4 @@
-"""`jit(reductions="ordered")`: which logical mesh a program is compiled for, and what can't be."""
+"""`jit(reductions="ordered")`: which logical mesh a program is compiled for, and what can't be; options of `jit`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from ptrainx.core.trace_context import TraceContext
 from ptrainx.mesh.logical import LogicalMesh, check_hosted, logical_mesh
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
 
-__all__ = ["LOGICAL_SHARDS", "REDUCTIONS", "check_inside", "check_reductions", "ordered_mesh"]
+__all__ = ["BACKENDS", "LOGICAL_SHARDS", "REDUCTIONS", "check_inside", "check_options", "ordered_mesh"]
 
+BACKENDS = ("graph", "inductor", "eager")
 REDUCTIONS = ("fast", "ordered")
 LOGICAL_SHARDS = 8
 """Into how many parts an ordered program cuts each axis of its mesh, if nobody says otherwise."""
 
 
-def check_reductions(reductions: str, shards: int | Mapping[str, int] | None, backend: str) -> None:
+def check_options(backend: str, reductions: str, shards: int | Mapping[str, int] | None) -> None:
     """Refuses options of `jit` that do not go together.
 
     Raises:
         InputError: an unknown value, numbers that are no positive integers, shards without ordered reductions.
-        BackendError: a backend that does not order reductions.
+        BackendError: an unknown backend, or one that does not order reductions.
     """
+    if backend not in BACKENDS:
+        raise BackendError(f"jit has no backend {backend!r}", expected=f"one of {', '.join(map(repr, BACKENDS))}")
     if reductions not in REDUCTIONS:
         raise InputError(f"jit has no reductions={reductions!r}", expected=f"one of {', '.join(map(repr, REDUCTIONS))}")
     if shards is not None and reductions != "ordered":
@@ -38,7 +41,7 @@ def check_reductions(reductions: str, shards: int | Mapping[str, int] | None, ba
         numbers = list(shards.values())
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
         raise InputError(f"logical_shards={shards!r}", expected='a positive integer, or one an axis: {"data": 8}')
-    if reductions == "ordered" and backend in ("inductor", "eager"):
+    if reductions == "ordered" and backend != "graph":
         raise BackendError(
             f'reductions="ordered" does not run on backend={backend!r}',
             fix='leave out backend=: the "graph" backend keeps the order',

@@ -17,6 +17,7 @@ __all__ = [
     "ptrainx_eager",
     "ptrainx_inductor",
     "ptrainx_inductor_gloo",
+    "ptrainx_ordered",
     "ptrainx_scan_inductor",
     "ptrainx_step",
     "ptrainx_zero3",
@@ -28,7 +29,13 @@ __all__ = [
 
 
 def trainer(
-    size: str, mesh: px.Mesh, sharded: bool, backend: str = "graph", scanned: bool = False, layers: int | None = None
+    size: str,
+    mesh: px.Mesh,
+    sharded: bool,
+    backend: str = "graph",
+    scanned: bool = False,
+    layers: int | None = None,
+    **options: Any,
 ) -> tuple[Callable[..., Any], px.TrainState, tuple[torch.Tensor, torch.Tensor]]:
     """The jitted step, its first state and the batch, placed on `mesh`.
 
@@ -39,6 +46,7 @@ def trainer(
         backend: of `px.jit`.
         scanned: layers as one `px.scan` over stacked parameters rather than as a Python loop.
         layers: so many instead of the size's own number.
+        **options: more of `px.jit`.
     """
     heads = SIZES[size].H
     optimizer = px.optim.adamw(**optimizer_settings(), weight_decay=0.0)
@@ -71,7 +79,8 @@ def trainer(
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
 
     in_specs, out_specs = (specs, P("data"), P("data")), (specs, P())
-    jitted = px.jit(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate_argnums=0, backend=backend)
+    options |= {"in_specs": in_specs, "out_specs": out_specs, "backend": backend}
+    jitted = px.jit(step, mesh=mesh, donate_argnums=0, **options)
     return jitted, px.device_put(state, specs, mesh), px.device_put(torch_batch(size), P("data"), mesh)
 
 
@@ -84,9 +93,9 @@ def _rules(sharded: bool, scanned: bool) -> list[tuple[str, px.PartitionSpec]]:
 
 
 def _on_two_ranks(
-    size: str, sharded: bool, backend: str = "graph", scanned: bool = False
+    size: str, sharded: bool, backend: str = "graph", scanned: bool = False, **options: Any
 ) -> Callable[[], torch.Tensor]:
-    step, state, data = trainer(size, px.make_mesh(data=2), sharded, backend, scanned)
+    step, state, data = trainer(size, px.make_mesh(data=2), sharded, backend, scanned, **options)
     held = [state]
     del state
 
@@ -132,6 +141,11 @@ def ptrainx_step(size: str, rank: int) -> Callable[[], torch.Tensor]:
 def ptrainx_zero3(size: str, rank: int) -> Callable[[], torch.Tensor]:
     """Parameters and optimizer state sharded: what FSDP does."""
     return _on_two_ranks(size, sharded=True)
+
+
+def ptrainx_ordered(size: str, rank: int) -> Callable[[], torch.Tensor]:
+    """Parameters on every rank; four logical shards, so that the bits are those of 1, 2 and 4 ranks."""
+    return _on_two_ranks(size, sharded=False, reductions="ordered", logical_shards=4)
 
 
 def ptrainx_eager(size: str, rank: int) -> Callable[[], torch.Tensor]:

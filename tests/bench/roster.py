@@ -97,6 +97,7 @@ ROSTER = {
             f"{OURS}:ptrainx_zero3_inductor_gloo",
             needs=("compiler",),
         ),
+        Contender("ptrainx-ordered", "reductions in the order of four logical shards", f"{OURS}:ptrainx_ordered"),
         Contender("ptrainx-eager", "px.jit, backend eager", f"{OURS}:ptrainx_eager"),
     )
 }
@@ -111,8 +112,8 @@ GROUPS = {
     "JAX sharded": ("jax-sharded",),
 }
 
-# The eager backend is for debugging; it runs when asked for.
-DEFAULT = tuple(name for name in ROSTER if name != "ptrainx-eager")
+# The eager backend is for debugging, ordered reductions are for the same bits; they run when asked for.
+DEFAULT = tuple(name for name in ROSTER if name not in ("ptrainx-eager", "ptrainx-ordered"))
 
 
 def missing(contender: Contender) -> str | None:
