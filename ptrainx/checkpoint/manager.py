@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ptrainx.checkpoint import steps
+from ptrainx.checkpoint.async_save import SaveHandle, finish_saves, save_async
 from ptrainx.checkpoint.files import ReadFolder
 from ptrainx.checkpoint.manifest_reader import read_manifest
 from ptrainx.checkpoint.restore import restore
-from ptrainx.checkpoint.save import save
+from ptrainx.checkpoint.save import check_step, save
 from ptrainx.core.errors import CheckpointError, InputError
 from ptrainx.mesh.mesh import Mesh
 from ptrainx.mesh.spec_tree import SpecTree
@@ -89,12 +90,37 @@ class Manager:
         self.folder = Path(folder).absolute()
         self._rules = (keep, every, best)
         self._mode, self._timeout = mode, timeout
+        self._metrics: dict[int, float | None] = {}
 
     def save(self, step: int, tree: Any, *, metric: float | None = None) -> Path:
         """`px.checkpoint.save` into the folder; then steps go that are no longer needed."""
+        finish_saves()
         path = save(self.folder, tree, step, metric=metric, timeout=self._timeout)
         self._prune(step)
         return path
+
+    def save_async(
+        self, step: int, tree: Any, *, metric: float | None = None, when_busy: Literal["wait", "refuse"] = "wait"
+    ) -> SaveHandle:
+        """`px.checkpoint.save_async` into the folder; once it is committed, steps go that are no longer needed."""
+        number = check_step(step)
+        return save_async(
+            self.folder,
+            tree,
+            number,
+            metric=metric,
+            when_busy=when_busy,
+            timeout=self._timeout,
+            then=lambda path: self._prune(number),
+        )
+
+    def wait(self) -> None:
+        """Waits for the save under way.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        finish_saves()
 
     def restore(
         self,
@@ -106,6 +132,7 @@ class Manager:
         partial: bool = False,
     ) -> Any:
         """`px.checkpoint.restore` from the folder; by default the newest step that is intact."""
+        finish_saves()
         return restore(self.folder, like, specs=specs, mesh=mesh, partial=partial, step=step, timeout=self._timeout)
 
     def all_steps(self) -> list[int]:
@@ -120,18 +147,19 @@ class Manager:
         keep, every, best = self._rules
         if current_world().rank != 0 or keep is None:
             return
-        metrics = {}
-        found = []
+        known = {}
         for step in self.all_steps():
+            if step in self._metrics and step != saved:
+                known[step] = self._metrics[step]
+                continue
             try:
                 with ReadFolder(steps.step_folder(self.folder, step)) as folder:
-                    manifest = read_manifest(folder, step)
+                    known[step] = read_manifest(folder, step).metric
             except CheckpointError:
                 if step == saved:
                     raise
-                continue  # a damaged step counts for nothing, and is not ours to remove
-            found.append(step)
-            if manifest.metric is not None:
-                metrics[step] = manifest.metric
-        for step in sorted(set(found) - kept(found, keep, every, best, metrics, self._mode)):
+                # A damaged step counts for nothing, and is not ours to remove.
+        self._metrics = known
+        metrics = {step: metric for step, metric in known.items() if metric is not None}
+        for step in sorted(set(known) - kept(list(known), keep, every, best, metrics, self._mode)):
             steps.remove_step(self.folder, step)

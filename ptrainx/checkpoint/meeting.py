@@ -35,6 +35,9 @@ class Meeting:
     Args:
         what: for messages, as in `saving step 3`.
         timeout: seconds without a sign of life; by default `PTRAINX_CHECKPOINT_TIMEOUT`.
+
+    Attributes:
+        lost: whether the store could not be reached any more.
     """
 
     def __init__(self, what: str, timeout: float | None = None):
@@ -44,6 +47,7 @@ class Meeting:
         self._own: dict[str, bytes] = {}
         self._last_beat, self._beats = time.monotonic(), 0
         self._store: Any = None
+        self.lost = False
         if self.size == 1:
             return
         self._store = tc.default_store()
@@ -70,6 +74,7 @@ class Meeting:
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
+            self.lost = True
             raise CheckpointError(
                 f"{self.what}: rank {self.rank} can't reach the world's store",
                 got=str(error).splitlines()[0],

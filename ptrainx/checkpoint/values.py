@@ -15,18 +15,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrainx.checkpoint import paths, scalars
-from ptrainx.checkpoint.boxes import Box, coords_of, inside, meet, pieces, whole
+from ptrainx.checkpoint.boxes import Box, Piece, coords_of, inside, meet, pieces, whole
 from ptrainx.checkpoint.dtypes import DTYPES, bytes_of, dtype_name
 from ptrainx.checkpoint.manifest import Leaf
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe
-from ptrainx.core.errors import InputError, TreeError
+from ptrainx.core.errors import InputError, PtrainxError, TreeError
+from ptrainx.mesh.partition_spec import axes_of
 from ptrainx.mesh.placement import spec_of
 from ptrainx.mesh.simulated import SimulatedDTensor, local_tensors
 from ptrainx.mesh.transfer import check_usable
 from ptrainx.mesh.world import current_world
 
-__all__ = ["Contents", "Source", "Writers", "contents", "writers"]
+__all__ = ["Contents", "Source", "Writers", "alike", "contents", "writers"]
 
 SMALL = 1 << 16
 """Plain values up to so many bytes are compared between the ranks."""
@@ -61,12 +62,12 @@ class Source:
 
 
 class Contents(NamedTuple):
-    """Leaves, whose `tensor` counts `sources`; who writes; and of each leaf what all ranks must have alike."""
+    """Leaves, whose `tensor` counts `sources`; who writes; checksums of small plain tensors, which ranks compare."""
 
     leaves: list[Leaf]
     sources: list[Source]
     writers: Writers
-    alike: list[str]
+    sums: dict[int, int]
 
 
 def writers(leaves: Sequence[Any]) -> Writers:
@@ -88,68 +89,161 @@ def contents(tree: Any) -> Contents:
         MeshError, DonationError: values that are no longer there.
     """
     flat = paths.flatten(tree)
-    who = writers(flat.leaves)
-    found = Contents([], [], who, [])
-    tied: dict[Any, int] = {}
+    found = _Finder(writers(flat.leaves))
     problems: list[str] = []
+    leaves: list[Leaf] = []
     for path, value in zip(flat.paths, flat.leaves):
         try:
-            leaf = _leaf(path, value, found, tied)
+            leaves.append(found.leaf(path, value))
         except _Unfit as error:
             problems.append(f"{paths.name(path)}: {error}")
-            continue
-        found.leaves.append(leaf)
-        found.alike.append(_alike(leaf, value, found))
     if problems:
         raise InputError(
             "the tree has leaves that can't be saved:\n    " + "\n    ".join(problems),
             fix="save tensors, arrays, numbers and strings; pay owed sums with px.reshard first",
         )
-    return found
+    return Contents(leaves, found.sources, found.writers, found.sums)
+
+
+def alike(held: Contents) -> list[str]:
+    """What every rank must have alike of each leaf: of small plain values the bytes, of others shape and dtype."""
+    return [_alike(leaf, held) for leaf in held.leaves]
+
+
+def _alike(leaf: Leaf, held: Contents) -> str:
+    text = f"{paths.name(leaf.path)}: {leaf.kind} {leaf.value}{leaf.numpy}"
+    if leaf.tensor is None:
+        return text
+    source = held.sources[leaf.tensor]
+    text += f"{describe(ShapeDtypeStruct(source.shape, DTYPES[source.dtype].dtype))} (tensor {leaf.tensor})"
+    return f"{text} {held.sums[leaf.tensor]:08x}" if leaf.tensor in held.sums else text
 
 
 class _Unfit(Exception):
     """Why a leaf can't be saved."""
 
 
-def _leaf(path: paths.TypedPath, value: Any, found: Contents, tied: dict[Any, int]) -> Leaf:
-    if isinstance(value, torch.Tensor):
-        return Leaf(path, "tensor", _source(value, _identity(value), found, tied))
-    if isinstance(value, (np.ndarray, np.generic)):
+class _Layout(NamedTuple):
+    """How values of one shape and placement lie on a mesh: fields of a `Source`, and the pieces of each rank."""
+
+    holders: dict[Box, tuple[int, ...]]
+    pieces: dict[int, tuple[Piece, ...]]
+    mesh: dict[str, int]
+    spec: tuple[tuple[str, ...], ...]
+
+
+class _Finder:
+    """Looks at leaf after leaf. What leaves have in common is worked out once: a tree may have thousands."""
+
+    def __init__(self, who: Writers):
+        self.writers = who
+        self.rank = current_world().rank
+        self.sources: list[Source] = []
+        self.sums: dict[int, int] = {}
+        self._tied: dict[Any, int] = {}
+        self._layouts: dict[Any, _Layout] = {}
+        self._usable: set[Any] = set()
+
+    def leaf(self, path: paths.TypedPath, value: Any) -> Leaf:
+        """The leaf of a value."""
+        if isinstance(value, torch.Tensor):
+            return Leaf(path, "tensor", self._tensor(value, self._identity(value)))
+        if isinstance(value, (np.ndarray, np.generic)):
+            try:
+                tensor = as_tensor(value)
+            except TreeError as error:
+                raise _Unfit(str(error).splitlines()[0]) from error
+            kind = "numpy" if isinstance(value, np.ndarray) else "numpy scalar"
+            return Leaf(path, kind, self._tensor(tensor, id(value)), numpy=value.dtype.str)
+        text = scalars.to_text(value)
+        if text is None:
+            raise _Unfit(f"a {type(value).__module__}.{type(value).__qualname__}")
+        return Leaf(path, text[0], value=text[1])
+
+    def _identity(self, value: torch.Tensor) -> Any:
+        """Equal for tensors that are one: the same memory, seen in the same way."""
         try:
-            tensor = as_tensor(value)
-        except TreeError as error:
-            raise _Unfit(str(error).splitlines()[0]) from error
-        kind = "numpy" if isinstance(value, np.ndarray) else "numpy scalar"
-        return Leaf(path, kind, _source(tensor, id(value), found, tied), numpy=value.dtype.str)
-    text = scalars.to_text(value)
-    if text is None:
-        raise _Unfit(f"a {type(value).__module__}.{type(value).__qualname__}")
-    return Leaf(path, text[0], value=text[1])
+            if not isinstance(value, DTensor):
+                return value.dtype, _memory(value)
+            self._check_usable(value)
+            placed = (value.dtype, id(value.device_mesh), value.placements, value.shape)
+            if isinstance(value, SimulatedDTensor):
+                return *placed, *map(_memory, local_tensors(value).values())
+            return *placed, _memory(value._local_tensor)
+        except (RuntimeError, NotImplementedError) as error:  # a sparse tensor has no storage
+            if isinstance(error, PtrainxError):
+                raise
+            return id(value)
+
+    def _check_usable(self, value: DTensor) -> None:
+        # A donated value has a class of its own.
+        key = (type(value), id(value.device_mesh))
+        if key not in self._usable:
+            check_usable(value)
+            self._usable.add(key)
+
+    def _tensor(self, value: Any, identity: Any) -> int:
+        if identity not in self._tied:
+            _check(value)
+            self._tied[identity] = len(self.sources)
+            self.sources.append(self._placed(value) if isinstance(value, DTensor) else self._plain(value))
+        return self._tied[identity]
+
+    def _plain(self, value: torch.Tensor) -> Source:
+        """A global value that every rank has."""
+        value = _resolved(value)
+        box = whole(value.shape)
+        holders = {box: tuple(range(self.writers.size))} if value.numel() else {}
+        several = len(self.writers.mine) < self.writers.size
+        if several and value.nbytes <= SMALL:
+            self.sums[len(self.sources)] = zlib.crc32(bytes_of(value.cpu().contiguous()))
+
+        def part(rank: int, box: Box) -> torch.Tensor:
+            return value[inside(box, (0,) * value.ndim)]
+
+        return Source(dtype_name(value.dtype), box.shape, holders, part)
+
+    def _placed(self, value: DTensor) -> Source:
+        simulated = isinstance(value, SimulatedDTensor)
+        key = (id(value.device_mesh), value.placements, value.shape, simulated)
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(value, simulated)
+        layout = self._layouts[key]
+        locals_ = local_tensors(value) if simulated else {self.rank: _ready(value._local_tensor)}
+
+        def part(rank: int, box: Box) -> torch.Tensor:
+            held = rank if rank in locals_ else next(r for r in locals_ if _holding(layout.pieces[r], box))
+            piece = _holding(layout.pieces[held], box)
+            if piece is None:  # every process plays all devices, and any of them has it
+                held = next(r for r in locals_ if _holding(layout.pieces[r], box))
+                piece = _holding(layout.pieces[held], box)
+            assert piece is not None
+            local = _resolved(locals_[held])
+            return local if box.shape == local.shape else local[inside(box, piece.box.offset, piece.local)]
+
+        return Source(dtype_name(value.dtype), tuple(value.shape), layout.holders, part, layout.mesh, layout.spec)
+
+    def _layout(self, value: DTensor, simulated: bool) -> _Layout:
+        mesh, shape = value.device_mesh, tuple(value.shape)
+        sizes = tuple(mesh.shape)
+        members = list(range(mesh.size())) if simulated else mesh.mesh.flatten().tolist()
+        held = {
+            member: pieces(shape, tuple(value.placements), sizes, coords_of(i, sizes))
+            for i, member in enumerate(members)
+        }
+        holders: dict[Box, tuple[int, ...]] = {}
+        for member, parts in held.items():
+            for piece in parts:
+                holders[piece.box] = (*holders.get(piece.box, ()), member)
+        if simulated and len(self.writers.mine) < self.writers.size:  # every process plays all devices
+            holders = dict.fromkeys(holders, tuple(range(self.writers.size)))
+        axes = dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), sizes))
+        entries = spec_of(value).entries if mesh.mesh_dim_names is not None else ()
+        return _Layout(holders, held, axes, tuple(map(axes_of, entries)))
 
 
-def _identity(value: torch.Tensor) -> Any:
-    """Equal for tensors that are one: the same memory, seen in the same way."""
-    locals_: list[Any] = [value]
-    placed: tuple = ()
-    if isinstance(value, DTensor):
-        check_usable(value)
-        parts = local_tensors(value).values() if isinstance(value, SimulatedDTensor) else [value._local_tensor]
-        locals_, placed = list(parts), (id(value.device_mesh), value.placements, tuple(value.shape))
-    try:
-        seen = tuple((tc.storage_id(t), t.storage_offset(), tuple(t.shape), t.stride()) for t in locals_)
-    except (RuntimeError, NotImplementedError):  # a sparse tensor has no storage
-        return id(value)
-    return value.dtype, placed, seen
-
-
-def _source(value: Any, identity: Any, found: Contents, tied: dict[Any, int]) -> int:
-    if identity not in tied:
-        _check(value)
-        source = _placed(value, found.writers) if isinstance(value, DTensor) else _plain(value, found.writers)
-        tied[identity] = len(found.sources)
-        found.sources.append(source)
-    return tied[identity]
+def _memory(tensor: torch.Tensor) -> tuple:
+    return tc.storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _check(value: torch.Tensor) -> None:
@@ -164,63 +258,15 @@ def _check(value: torch.Tensor) -> None:
         raise _Unfit(f"{describe(value)} has no data")
 
 
-def _plain(value: torch.Tensor, who: Writers) -> Source:
-    """A global value that every rank has."""
-    value = value.detach().resolve_conj().resolve_neg()
-    box = whole(value.shape)
-    holders = {box: tuple(range(who.size))} if value.numel() else {}
-    return Source(
-        dtype_name(value.dtype), tuple(value.shape), holders, lambda rank, part: value[inside(part, box.offset)]
-    )
+def _resolved(value: torch.Tensor) -> torch.Tensor:
+    """The value without gradient, and with no conjugation or negation left to be done."""
+    value = value.detach()
+    return value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
 
 
-def _placed(value: DTensor, who: Writers) -> Source:
-    mesh = value.device_mesh
-    shape, sizes = tuple(value.shape), tuple(mesh.shape)
-    simulated = isinstance(value, SimulatedDTensor)
-    locals_ = local_tensors(value) if simulated else {current_world().rank: _ready(value._local_tensor)}
-    members = list(range(mesh.size())) if simulated else mesh.mesh.flatten().tolist()
-    parts = {
-        member: pieces(shape, tuple(value.placements), sizes, coords_of(i, sizes)) for i, member in enumerate(members)
-    }
-    holders: dict[Box, tuple[int, ...]] = {}
-    for member, held in parts.items():
-        for piece in held:
-            holders[piece.box] = (*holders.get(piece.box, ()), member)
-    if simulated and len(who.mine) == 1 and who.size > 1:  # every process plays all devices
-        holders = dict.fromkeys(holders, tuple(range(who.size)))
-
-    def part(rank: int, box: Box) -> torch.Tensor:
-        first = next(member for member in (rank, *members) if member in locals_ and _holding(parts[member], box))
-        piece = _holding(parts[first], box)
-        assert piece is not None
-        local = locals_[first].detach().resolve_conj().resolve_neg()
-        return local[inside(box, piece.box.offset, piece.local)]
-
-    named = mesh.mesh_dim_names is not None
-    axes = dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), sizes))
-    entries = spec_of(value).entries if named else ()
-    spec = tuple(() if e is None else (e,) if isinstance(e, str) else e for e in entries)
-    return Source(dtype_name(value.dtype), shape, holders, part, axes, spec)
-
-
-def _holding(held: Sequence[Any], box: Box) -> Any:
-    return next((piece for piece in held if meet(piece.box, box) == box), None)
+def _holding(held: Sequence[Piece], box: Box) -> Piece | None:
+    return next((piece for piece in held if piece.box == box or meet(piece.box, box) == box), None)
 
 
 def _ready(local: Any) -> torch.Tensor:
     return local.wait() if isinstance(local, tc.AsyncCollectiveTensor) else local
-
-
-def _alike(leaf: Leaf, value: Any, found: Contents) -> str:
-    """What every rank must have alike of a leaf: of small plain values the bytes, of others shape and dtype."""
-    text = f"{paths.name(leaf.path)}: {leaf.kind} {leaf.value}{leaf.numpy}"
-    if leaf.tensor is None:
-        return text
-    source = found.sources[leaf.tensor]
-    text += f"{describe(ShapeDtypeStruct(source.shape, DTYPES[source.dtype].dtype))} (tensor {leaf.tensor})"
-    box = whole(source.shape)
-    small = source.mesh is None and box.size * DTYPES[source.dtype].itemsize <= SMALL
-    if not small or len(found.writers.mine) == found.writers.size:
-        return text
-    return f"{text} {zlib.crc32(bytes_of(source.part(0, box).cpu().contiguous())):08x}"

@@ -40,9 +40,10 @@ from ptrainx.checkpoint.manifest import (
 from ptrainx.checkpoint.manifest_reader import parse_manifest
 from ptrainx.checkpoint.meeting import Meeting, telling_failure
 from ptrainx.checkpoint.plan import Task
+from ptrainx.checkpoint.progress import Progress
 from ptrainx.checkpoint.read import OpenStep
 from ptrainx.checkpoint.safetensors_file import header
-from ptrainx.checkpoint.values import Contents
+from ptrainx.checkpoint.values import Contents, alike
 from ptrainx.core.errors import CheckpointDamageError, CheckpointError
 
 __all__ = ["Job", "write_step"]
@@ -67,6 +68,12 @@ class Job(NamedTuple):
     read: Callable[[int, Task], memoryview]
     metric: float | None = None
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that this process writes."""
+        own = [task for rank in self.contents.writers.mine for task in self.tasks[rank]]
+        return sum(task.box.size * DTYPES[self.contents.sources[task.tensor].dtype].itemsize for task in own)
+
 
 def write_step(job: Job, meeting: Meeting) -> Path:
     """Writes and commits a step; returns its folder.
@@ -80,7 +87,12 @@ def write_step(job: Job, meeting: Meeting) -> Path:
             return _lead(job, meeting)
         (name,) = meeting.gather("folder", [0])
         _write_own(job, meeting, job.folder / name)
-        meeting.gather("committed", [0])
+        try:
+            meeting.gather("committed", [0])
+        except CheckpointError:
+            # Rank 0 may have ended, and the store with it, once it had committed.
+            if not meeting.lost or job.step not in steps.committed_steps(job.folder):
+                raise
         return steps.step_folder(job.folder, job.step)
 
 
@@ -98,12 +110,15 @@ def _as_checkpoint_errors(meeting: Meeting) -> Iterator[None]:
 
 def _agree(job: Job, meeting: Meeting) -> None:
     """Makes sure that all ranks save the same tree."""
-    digest = hashlib.sha256("\n".join(job.contents.alike).encode("utf-8", "surrogatepass")).hexdigest()
+    if meeting.size == 1:
+        return
+    leaves = alike(job.contents)
+    digest = hashlib.sha256("\n".join(leaves).encode("utf-8", "surrogatepass")).hexdigest()
     meeting.post("tree", [job.step, digest])
     same = [record == [job.step, digest] for record in meeting.gather("tree")]
     if all(same):
         return
-    meeting.post("leaves", [f"step {job.step}", *job.contents.alike])
+    meeting.post("leaves", [f"step {job.step}", *leaves])
     other = same.index(False) if meeting.rank == 0 else 0 if not same[0] else same.index(False)
     ours, theirs = meeting.gather("leaves", [meeting.rank, other])
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
@@ -184,13 +199,14 @@ def _is_taken(job: Job) -> bool:
 
 
 def _write_own(job: Job, meeting: Meeting, folder: Path) -> None:
-    parts = [_write_file(job, meeting, folder, rank) for rank in job.contents.writers.mine if job.tasks[rank]]
+    progress = Progress(meeting, job.own_bytes)
+    parts = [_write_file(job, meeting, folder, rank, progress) for rank in job.contents.writers.mine if job.tasks[rank]]
     if parts:
         files.sync_folder(folder)
     meeting.post("parts", parts)
 
 
-def _write_file(job: Job, meeting: Meeting, folder: Path, rank: int) -> dict[str, Any]:
+def _write_file(job: Job, meeting: Meeting, folder: Path, rank: int, progress: Progress) -> dict[str, Any]:
     """Writes a rank's file; returns what the manifest needs to know of it."""
     tasks, sources = job.tasks[rank], job.contents.sources
     named = [(chunk_name(task.tensor, task.box), sources[task.tensor].dtype, task.box) for task in tasks]
@@ -207,7 +223,7 @@ def _write_file(job: Job, meeting: Meeting, folder: Path, rank: int) -> dict[str
                 block = data[start : start + BLOCK]
                 sums.append(zlib.crc32(block))
                 file.write(block)
-                meeting.beat()
+                progress.add(len(block))
             chunks.append([task.tensor, task.box.offset, task.box.shape, begin, sums])
             size = begin + len(data)
         file.sync()
