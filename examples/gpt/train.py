@@ -5,9 +5,11 @@
     ptrainx run -n 4 examples/gpt/train.py --mesh data=2,model=2 --zero 3     four, parameters split both ways
     python examples/gpt/train.py --mesh data=4,model=2 --simulate             eight devices simulated in one process
     python examples/gpt/train.py --precision bf16                             computed in bfloat16, stored in float32
+    python examples/gpt/train.py --out runs/a --save-every 100 --resume       goes on where it was, if it was killed
 
-In: text, by default the source of Python's standard library. Out, in the folder `--out`: `metrics.jsonl`, `loss.png`
-and `params.safetensors`; on the terminal the loss on held-out text and a sample of the model's own.
+In: text, by default the source of Python's standard library. Out, in the folder `--out`: `metrics.jsonl`, `loss.png`,
+`params.safetensors`, and with `--save-every` the folder `checkpoints`; on the terminal the loss on held-out text and a
+sample of the model's own.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--minutes", type=float, help="stop earlier, after so many minutes")
     run.add_argument("--seed", type=int, default=0, help="of parameters and batches (default %(default)s)")
     run.add_argument("--val-every", type=int, metavar="STEPS", help="also score held-out text every so many steps")
+    run.add_argument("--save-every", type=int, metavar="STEPS", help="checkpoint the run every so many steps")
+    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
     place = parser.add_argument_group("devices")
     place.add_argument("--mesh", metavar="AXES", help="data=2, or data=2,model=2 (default: all processes on data)")
     place.add_argument("--zero", type=int, choices=(0, 1, 3), default=0, help="split over data: 1 the optimizer, 3 all")
@@ -61,6 +65,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(argv)
     if chosen.steps < 0:
         parser.error("--steps is negative")
+    if chosen.save_every is not None and chosen.save_every < 1:
+        parser.error("--save-every is less than 1")
+    if chosen.resume and chosen.out is None:
+        parser.error("--resume needs --out, the folder of the run")
     return chosen
 
 
@@ -149,12 +157,20 @@ def train(o: argparse.Namespace) -> None:
     mesh = make_mesh(o.mesh, o.simulate)
     text, held_out = texts(o.data)
     windows = px.data.ByteWindows(text, config.context)
-    batches = iter(px.data.Loader(windows, o.batch, mesh=mesh, seed=o.seed, epochs=None))
+    loader = px.data.Loader(windows, o.batch, mesh=mesh, seed=o.seed, epochs=None)
     init, step, specs = make_step(o, config, mesh)
     score = make_score(specs.params, config, mesh, o.backend)
-    state = init(px.random.key(o.seed))
-
     out = o.out or Path("runs", time.strftime("gpt-%Y%m%d-%H%M%S"))
+    checkpoints = px.checkpoint.Manager(out / "checkpoints", keep=2)
+    if o.resume and checkpoints.latest_step() is not None:
+        like = {"state": px.eval_shape(init, px.random.key(o.seed)), "loader": loader.state_dict()}
+        found = checkpoints.restore(like=like, specs={"state": specs, "loader": None}, mesh=mesh)
+        state, done = found["state"], int(found["state"].step)
+        loader.load_state_dict(found["loader"])
+    else:
+        state, done = init(px.random.key(o.seed)), 0
+    batches = iter(loader)
+
     run = {
         **{"mesh": mesh.shape, "backend": o.backend, "world": world.size, "zero": o.zero, "simulated": o.simulate},
         **{"parameters": sum(leaf.numel() for leaf in px.tree.leaves(state.params)), "seed": o.seed, "lr": o.lr},
@@ -162,10 +178,13 @@ def train(o: argparse.Namespace) -> None:
         **{"steps": o.steps, "batch": o.batch, "data": o.data or "the standard library", **vars(config)},
     }
     began = time.perf_counter()
+    earlier = records_until(out / "metrics.jsonl", done)
     with px.observe.MetricsWriter(out / "metrics.jsonl") as metrics, px.observe.Progress(o.steps) as progress:
         progress.print(f"{run['parameters']:,} parameters on {mesh}; {len(text):,} bytes, {len(held_out):,} held out")
-        record: dict[str, Any] = {}
-        for number in range(1, o.steps + 1):
+        record: dict[str, Any] = earlier[-1] if earlier else {}
+        for line in earlier:
+            metrics.write(line)
+        for number in range(done + 1, o.steps + 1):
             start = time.perf_counter()
             batch = next(batches)
             state, values = step(state, batch)
@@ -174,14 +193,17 @@ def train(o: argparse.Namespace) -> None:
             record = {"step": number, **values, "tokens_per_s": o.batch * config.context / seconds}
             record |= {"step_s": seconds, "rss_mib": px.observe.rss_mib()}
             progress.update(number, record)
-            if number == 1:
+            if number == done + 1:
                 record |= run | {"comm_bytes": step.comms(state, batch).total_bytes}
             last = number == o.steps or out_of_time(began, o.minutes)
             if last or (o.val_every and number % o.val_every == 0):
                 record["val_loss"] = score(state.params, held_out)
             metrics.write(record)
+            if o.save_every and number % o.save_every == 0:
+                checkpoints.save_async(number, {"state": state, "loader": loader.state_dict()})
             if last:
                 break
+        checkpoints.wait()
         if not o.steps:
             metrics.write({"step": 0, **run, "comm_bytes": step.comms(state, next(batches)).total_bytes})
     params = px.device_get(state.params)
@@ -192,6 +214,13 @@ def train(o: argparse.Namespace) -> None:
             picture(out)
             sample(params, config, o.seed)
         print(f"in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+
+
+def records_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """What a run that is resumed had recorded up to this step; what it did after its last checkpoint is done again."""
+    if not step or px.initialize().rank != 0 or not path.exists():
+        return []
+    return [record for record in px.observe.read_metrics(path) if record["step"] <= step]
 
 
 def out_of_time(began: float, minutes: float | None) -> bool:

@@ -235,3 +235,51 @@ def test_an_empty_file_and_an_unknown_backend(pool, text, tmp_path):
         load().train.texts(str(tmp_path / "empty.txt"))
     with pytest.raises(px.errors.BackendError, match="'fast'"):
         pool.run(run, 1, ["--data", text, "--backend", "fast", "--out", tmp_path])
+
+
+class Stopped(Exception):
+    """Ends a run in the middle."""
+
+
+def whole_and_resumed(text, folder):
+    """One run to its end; another that is stopped after 5 steps, and started again."""
+    gpt = load()
+    picture, sample, out_of_time = gpt.train.picture, gpt.train.sample, gpt.train.out_of_time
+    steps = iter(range(5))
+
+    def stop(began, minutes):
+        if next(steps, None) is None:
+            raise Stopped
+        return False
+
+    arguments = ["--data", text, "--steps", 8, "--save-every", 2, "--resume", "--out"]
+    try:
+        gpt.train.picture = gpt.train.sample = lambda *arguments: None
+        run([*arguments, folder / "whole"])
+        gpt.train.out_of_time = stop
+        with pytest.raises(Stopped):
+            run([*arguments, folder / "stopped"])
+        gpt.train.out_of_time = out_of_time
+        run([*arguments, folder / "stopped"])
+    finally:
+        gpt.train.picture, gpt.train.sample, gpt.train.out_of_time = picture, sample, out_of_time
+
+
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(pool, text, tmp_path):
+    """`tests/examples/resumes.py` does it with processes that are killed."""
+    pool.run(whole_and_resumed, 2, text, tmp_path)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert (whole / "params.safetensors").read_bytes() == (stopped / "params.safetensors").read_bytes()
+    lines = [results(out)[0] for out in (whole, stopped)]
+    assert [line["step"] for line in lines[1]] == list(range(1, 9))
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+    checkpoints = [out / "checkpoints" / "step-000000000008" for out in (whole, stopped)]
+    for file in checkpoints[0].iterdir():
+        assert file.read_bytes() == (checkpoints[1] / file.name).read_bytes()
+    assert sorted(step.name for step in checkpoints[1].parent.iterdir()) == ["step-000000000006", "step-000000000008"]
+
+
+@pytest.mark.parametrize("arguments", [["--resume"], ["--save-every", "0"]])
+def test_options_of_checkpoints_are_checked(arguments):
+    with pytest.raises(SystemExit):
+        load().train.options(arguments)
