@@ -87,7 +87,7 @@ def restore(
         raise CheckpointDamageError(
             f"{folder} has no step that is as it was written",
             got="\n            ".join(damage),
-            fix="look at the disk that the folder lies on",
+            fix="look at the disk; `ptrainx checkpoint verify` tells what of each step is intact",
         )
 
 

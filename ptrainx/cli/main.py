@@ -1,4 +1,4 @@
-"""The command line: `ptrainx run`, `ptrainx doctor`.
+"""The command line: `ptrainx run`, `ptrainx doctor`, `ptrainx checkpoint`.
 
 In: arguments. Out: an exit status: 0, 1 where the work failed (or the failed worker's own status), 2 where the
 arguments are wrong, 130 after an interrupt. What a command needs is imported when that command runs.
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+from ptrainx.cli.checkpoint_options import add_checkpoint
 from ptrainx.core.errors import InputError, PtrainxError
 
 __all__ = ["main"]
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="as one JSON object")
     doctor.set_defaults(command=_doctor)
+    add_checkpoint(commands, _checkpoint)
     return parser
 
 
@@ -121,6 +123,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from ptrainx.cli.doctor import examine, print_report
 
     return print_report(examine(), as_json=arguments.json)
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    from ptrainx.cli.checkpoint import COMMANDS
+
+    return COMMANDS[arguments.action](arguments)
 
 
 def _version() -> str:
