@@ -12,7 +12,8 @@ from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe
-from ptrainx.core.errors import InputError, MeshError
+from ptrainx.core.errors import GradientError, InputError, MeshError
+from ptrainx.core.trace_context import open_grads, user_source
 from ptrainx.mesh.mesh import AbstractMesh, Mesh, ambient_mesh, epoch_of, make_mesh
 from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
 from ptrainx.mesh.placement import (
@@ -39,6 +40,7 @@ __all__ = [
     "device_put",
     "from_process_local",
     "place_local",
+    "refuse_differentiated",
     "reshard_value",
     "same_mesh",
 ]
@@ -60,15 +62,31 @@ def device_put(tree: Any, specs: SpecTree = None, mesh: Mesh | None = None) -> A
         MeshError: no mesh, values of another mesh, or of a world that has ended.
         SpecError: a spec that does not fit.
         TreeError: a spec tree that does not fit, or a leaf of unknown type.
+        GradientError: inside `px.grad`, a value that depends on what is differentiated: a copy has no gradient.
 
     >>> mesh = make_mesh(data=2, simulate=True)
     >>> device_put(torch.arange(4.0), P("data"), mesh).placements
     (Shard(dim=0),)
     """
     pairs, treedef = px_tree.flatten_with_path(tree)
+    refuse_differentiated([leaf for _, leaf in pairs], "px.device_put")
     mesh = _placeable(default_mesh([leaf for _, leaf in pairs], mesh))
     placed = [_put(leaf, spec, mesh, _name(path)) for (path, leaf), spec in zip(pairs, spread(specs, tree))]
     return px_tree.unflatten(treedef, placed)
+
+
+def refuse_differentiated(leaves: Sequence[Any], name: str) -> None:
+    """Refuses to copy, outside a step, what a running `px.grad` differentiates: the copy would have no gradient."""
+    if open_grads() == 0 or not torch.is_grad_enabled():
+        return
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise GradientError(
+                f"{name}, outside a step, of a value that px.grad differentiates",
+                got=describe(leaf),
+                fix="run px.grad inside px.jit, or place the value before it; `.detach()` where no gradient is wanted",
+                source=user_source(),
+            )
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -138,11 +156,14 @@ def device_get(tree: Any) -> Any:
     Raises:
         MeshError: a value of a world that has ended.
         TreeError: a leaf of unknown type.
+        GradientError: inside `px.grad`, a value that depends on what is differentiated: a copy has no gradient.
 
     >>> mesh = make_mesh(data=2, simulate=True)
     >>> device_get(device_put([1.0, 2.0], None, mesh))
     [tensor(1.), tensor(2.)]
     """
+
+    refuse_differentiated(px_tree.leaves(tree), "px.device_get")
 
     def get(path: Any, leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, DTensor):
@@ -179,6 +200,7 @@ def from_process_local(tree: Any, specs: SpecTree, mesh: Mesh | None = None) -> 
         MeshError, SpecError, TreeError: as for `device_put`.
     """
     pairs, treedef = px_tree.flatten_with_path(tree)
+    refuse_differentiated([leaf for _, leaf in pairs], "px.device_put")
     mesh = _placeable(default_mesh([leaf for _, leaf in pairs], mesh))
     chosen = [P() if spec is None else spec for spec in spread(specs, tree)]
     for path, leaf in pairs:

@@ -111,7 +111,11 @@ def _microbatches(batch: Any, m: int, position: int) -> Any:
         where = px_tree.path_expr(path, f"argument {position}")
         x = as_tensor(leaf, where) if current_trace() is None else current_trace().as_global(leaf)  # type: ignore[union-attr]
         if x.ndim == 0:
-            raise InputError(f"accumulate_grads: {where} has no rows", got=describe(x))
+            raise InputError(
+                f"accumulate_grads: {where} has no rows",
+                got=describe(x),
+                fix="close over it, or leave its argument out of argnums",
+            )
         rows[where] = x.shape[0]
         shards = _row_shards(x)
         if x.shape[0] % (m * shards):
@@ -126,7 +130,12 @@ def _microbatches(batch: Any, m: int, position: int) -> Any:
 
     out = px_tree.map_with_path(split, batch)
     if len(set(rows.values())) > 1:
-        raise InputError("accumulate_grads: leaves with different numbers of rows", got=str(rows))
+        raise InputError(
+            "accumulate_grads: leaves with different numbers of rows",
+            got=str(rows),
+            expected="one number: microbatch i takes rows i::M of each leaf",
+            fix="close over what is no row of the batch, or leave its argument out of argnums",
+        )
     return out
 
 

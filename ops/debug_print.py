@@ -51,7 +51,11 @@ def debug_print(template: str, *args: Any, **kwargs: Any) -> None:
     try:
         template.format(*[0.0] * len(args), **dict.fromkeys(kwargs, 0.0))
     except (IndexError, KeyError) as error:
-        raise InputError(f"the template {template!r} has a field without a value: {error}") from error
+        raise InputError(
+            f"px.debug.print: the template {template!r} has a field without a value",
+            got=f"{len(args)} values and names {sorted(kwargs)}",
+            fix="pass a value for each {} and a name for each {name}; write {{ and }} for braces",
+        ) from error
     except ValueError:
         pass  # a format that fits a tensor's value, not 0.0
     held = _held.get()

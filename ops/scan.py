@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
@@ -163,7 +163,10 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 
 def _promoted(old: Any, new: Any) -> Any:
-    """The carry at the placement that it takes on by itself: replicated becomes sharded where the body shards it."""
+    """The carry at the placement that it takes on by itself: replicated becomes sharded where the body shards it.
+
+    A sum that is owed at first and not by what follows is paid at the start.
+    """
     if not (isinstance(old, DTensor) and isinstance(new, DTensor)):
         return old
     wanted = _promotion(new, old)
@@ -171,8 +174,14 @@ def _promoted(old: Any, new: Any) -> Any:
 
 
 def _promotion(new: DTensor, old: DTensor) -> tuple[Any, ...]:
-    splits = (Shard, Varying)
-    return tuple(q if p.is_replicate() and isinstance(q, splits) else p for p, q in zip(old.placements, new.placements))
+    def promoted(p: Any, q: Any) -> Any:
+        if p.is_replicate() and isinstance(q, (Shard, Varying)):
+            return q
+        if p.is_partial() and q != p and not isinstance(q, Varying):
+            return q if isinstance(q, Shard) else Replicate()
+        return p
+
+    return tuple(promoted(p, q) for p, q in zip(old.placements, new.placements))
 
 
 def _checked(new: Any, carry: Any) -> Any:

@@ -62,7 +62,11 @@ def _mask(key: Tensor, x: Tensor, kept: int, value: float) -> Tensor:
 
 def _check(x: Any, rate: Any) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise InputError("px.random.dropout: x is not a tensor of floats", got=describe(x))
+        raise InputError(
+            "px.random.dropout: x is not a tensor of floats",
+            got=describe(x),
+            fix="the order is (key, x, ...); convert integers with x.float()",
+        )
     if isinstance(rate, Tensor) or not hasattr(rate, "__float__") or not 0.0 <= float(rate) < 1.0:
         raise InputError(
             "px.random.dropout: rate is not in [0, 1)",

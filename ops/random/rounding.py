@@ -63,7 +63,11 @@ def stochastic_round(key: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16
 
 def _check(x: Any, dtype: Any) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise InputError("px.random.stochastic_round: x is not a tensor of floats", got=describe(x))
+        raise InputError(
+            "px.random.stochastic_round: x is not a tensor of floats",
+            got=describe(x),
+            fix="the order is (key, x, ...); convert integers with x.float()",
+        )
     if dtype != torch.bfloat16:
         raise InputError(
             "px.random.stochastic_round: no stochastic rounding to this dtype",

@@ -79,9 +79,11 @@ def _flatten_up_to(treedef: TreeDef, tree: Any, number: int) -> list[Any]:
         return treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise TreeError(
-            f"tree {number} after the first has another structure: {error}",
+            # optree's message ends with the values themselves, which may be long.
+            f"tree {number} after the first has another structure: {str(error).partition('; ')[0]}",
             got=str(structure(tree)),
             expected=f"{treedef}, or subtrees in place of its leaves",
+            fix="pass trees that belong together: what was made from one tree, such as gradients, has its structure",
         ) from error
 
 

@@ -121,9 +121,17 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines) and records:
                 break
-            raise DataError(f"line {number} of {file} is no JSON: {error}", got=repr(line[:80])) from error
+            raise DataError(
+                f"line {number} of {file} is no JSON: {error}",
+                got=repr(line[:80]),
+                fix="pass a metrics.jsonl that px.observe has written: one JSON object a line",
+            ) from error
         if not isinstance(record, dict):
-            raise DataError(f"line {number} of {file} is no JSON object", got=repr(line[:80]))
+            raise DataError(
+                f"line {number} of {file} is no JSON object",
+                got=repr(line[:80]),
+                fix="pass a metrics.jsonl that px.observe has written: one JSON object a line",
+            )
         records.append(record)
     if not records:
         raise DataError(f"{file} holds no records", fix="pass the metrics.jsonl of a run that has made a step")

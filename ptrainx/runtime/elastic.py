@@ -75,7 +75,11 @@ def run_workers(
         try:
             config, _, _ = config_from_args(parse_args(line))
         except (AssertionError, RuntimeError, ValueError) as error:
-            raise InputError("the launcher's options do not fit together", got=str(error)) from error
+            raise InputError(
+                "the launcher's options do not fit together",
+                got=str(error),
+                fix="start from `ptrainx run -n N script.py` and add one option at a time; see `ptrainx run --help`",
+            ) from error
         try:
             elastic_launch(config, entrypoint)(*args)
         except ChildFailedError as error:

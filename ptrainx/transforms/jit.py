@@ -124,7 +124,11 @@ class JitFunction:
         self.ordered = reductions == "ordered"
         self.logical_shards = LOGICAL_SHARDS if logical_shards is None else logical_shards
         if self.static & self.donate:
-            raise InputError(f"{self.name}: argument {min(self.static & self.donate)} is both static and donated")
+            raise InputError(
+                f"{self.name}: argument {min(self.static & self.donate)} is both static and donated",
+                got=f"static_argnums={sorted(self.static)}, donate_argnums={sorted(self.donate)}",
+                fix="a static argument is no tensor and has no memory to give: leave it out of donate_argnums",
+            )
         self._cache = ProgramCache()
         self._parameters = parameter_names(fn)
         self._static_names = {self._called(i) for i in self.static}

@@ -11,10 +11,12 @@ from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import SpecError, TraceError
 from ptrainx.core.reductions import current_reduction
 from ptrainx.core.trace_context import TraceContext, current_trace, user_source
+from ptrainx.mesh.mesh import ambient_mesh
 from ptrainx.mesh.partition_spec import PartitionSpec
 from ptrainx.mesh.placement import check_spec, spec_of_placements, trace_placements
 from ptrainx.mesh.spec_tree import SpecTree, spread
-from ptrainx.mesh.transfer import default_mesh, device_put, reshard_value
+from ptrainx.mesh.transfer import default_mesh, device_put, refuse_differentiated, reshard_value
+from ptrainx.mesh.world import current_world
 
 __all__ = ["place_inside", "reshard"]
 
@@ -27,7 +29,8 @@ def reshard(tree: Any, specs: SpecTree) -> Any:
     even where the value is there already.
 
     Args:
-        tree: placed values; outside a step plain ones are placed as by `px.device_put`.
+        tree: placed values; outside a step plain ones are placed as by `px.device_put`, but for a program without any
+            mesh, which runs on one device: there they are where they belong, and stay as they are.
         specs: a spec tree, possibly a prefix; None leaves a value where it is, with owed sums paid.
 
     Returns:
@@ -35,6 +38,7 @@ def reshard(tree: Any, specs: SpecTree) -> Any:
 
     Raises:
         SpecError: a spec that does not fit its value, or that claims an owed sum that is not there.
+        GradientError: outside a step, a value that is being differentiated: placing copies it out of the graph.
     """
     trace = current_trace()
     if trace is None:
@@ -120,6 +124,10 @@ class _Constrain(torch.autograd.Function):
 
 def _outside(tree: Any, specs: SpecTree) -> Any:
     leaves, treedef = px_tree.flatten(tree)
+    if ambient_mesh() is None and current_world().size == 1 and not any(isinstance(leaf, DTensor) for leaf in leaves):
+        spread(specs, tree)
+        return tree
+    refuse_differentiated(leaves, "px.reshard")
     mesh = default_mesh(leaves)
     out = []
     for leaf, spec in zip(leaves, spread(specs, tree)):

@@ -88,6 +88,15 @@ def test_the_carry_finds_its_placement() -> None:
     assert len(step.comms(XS)) == 0
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_carry_that_owes_a_sum_at_first_pays_it(outside: bool) -> None:
+    fn = lambda x: px.scan(lambda c, _: (c.tanh() * c + 1, None), x.sum(0), None, length=3)[0].sum()  # noqa: E731
+    if outside:
+        fn = px.grad(fn)
+    for spec in (P("data"), P("data", "model"), P(("data", "model"))):
+        assert_close(px.jit(fn, mesh=mesh(), in_specs=spec)(X), fn(X))
+
+
 def test_a_trial_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     def noisy(c: torch.Tensor, x: torch.Tensor) -> tuple:
         px.debug.print("step {}", x.sum())
