@@ -80,7 +80,7 @@ def _flatten_up_to(treedef: TreeDef, tree: Any, number: int) -> list[Any]:
     except (ValueError, TypeError) as error:
         raise TreeError(
             # optree's message ends with the values themselves, which may be long.
-            f"tree {number} after the first has another structure: {str(error).partition('; ')[0]}",
+            f"tree {number} after the first has another structure: {str(error).rpartition('; ')[0] or error}",
             got=str(structure(tree)),
             expected=f"{treedef}, or subtrees in place of its leaves",
             fix="pass trees that belong together: what was made from one tree, such as gradients, has its structure",

@@ -49,7 +49,8 @@ def check(program: Program, tally: Tally) -> None:
             program, program.args(), [program.mesh], program.specs, rtol=1e-7, atol=1e-9, gradients=True
         )
     except px.errors.PtrainxError as error:
-        assert error.fix, f"a refusal that does not say what to do: {error}"
+        if not error.fix:
+            raise AssertionError(f"a refusal that does not say what to do: {error}") from error
         reason = f"{type(error).__name__}: {error.problem}"
         tally.refused[reason] += 1
         tally.examples.setdefault(reason, f"{program}\n{error}")

@@ -240,9 +240,9 @@ OPERATORS: tuple[Operator, ...] = (
         lambda x: F.cross_entropy(x, _classes(x[:, 0]) % x.shape[1]),
         settings=_if(lambda x: x.ndim == 2),
     ),
-    Operator("matmul", torch.matmul, 2, lambda x, y: 1 <= x.ndim and y.ndim == 2 and y.shape[0] == x.shape[-1]),
+    Operator("matmul", torch.matmul, 2, lambda x, y: x.ndim >= 1 and y.ndim == 2 and y.shape[0] == x.shape[-1]),
     Operator(
-        "matmul_t", lambda x, y: x @ y.mT, 2, lambda x, y: 2 == y.ndim and x.ndim >= 1 and y.shape[1] == x.shape[-1]
+        "matmul_t", lambda x, y: x @ y.mT, 2, lambda x, y: y.ndim == 2 and x.ndim >= 1 and y.shape[1] == x.shape[-1]
     ),
     Operator("gram", lambda x: x.mT @ x, settings=_if(lambda x: x.ndim >= 2)),
     Operator("outer", lambda x, y: torch.einsum("...i,j->...ij", x, y), 2, lambda x, y: 0 < x.ndim < 3 and y.ndim == 1),

@@ -1,8 +1,8 @@
 """Programs drawn at random: what is computed from what, from arguments that lie anywhere on a mesh.
 
-A program is a list of instructions. Each has an operator of the table in `operators.py`, the numbers of the values that
-it reads, and its settings. Values are float64, so that what differs by more than rounding is wrong. A program draws only
-what fits the shapes at hand, which are found by running it on small plain tensors.
+A program is a list of instructions. Each has an operator of the table in `operators.py`, the numbers of the values
+that it reads, and its settings. Values are float64, so that what differs by more than rounding is wrong. Only what fits
+the shapes at hand is drawn; they are found by running the program on small plain tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-import ptrainx as px
 from ptrainx import P
 from tests.random_programs.operators import OPERATORS, Operator
 
