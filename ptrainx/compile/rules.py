@@ -22,6 +22,7 @@ from ptrainx.compile.fallback import run_somewhere
 from ptrainx.compile.lookups import LOOKUPS, look_up
 from ptrainx.compile.per_shard import per_shard_mesh_of, recast, run_per_shard
 from ptrainx.compile.reduced_dims import with_all_dims
+from ptrainx.compile.shapes_in_place import NEW_SHAPE, change_shape
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, TraceError
@@ -63,6 +64,9 @@ class LocalRules(TorchDispatchMode):
         traits = _traits(func)
         if traits:
             self._refuse(func, traits, placed, args, kwargs)
+        if placed and func in NEW_SHAPE:
+            with self:
+                return change_shape(func, args, kwargs)
         if placed and (mesh := per_shard_mesh_of(args, kwargs)) is not None:
             with self:
                 return run_per_shard(func, args, kwargs, mesh, self.trace)

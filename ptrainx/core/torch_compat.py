@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as no
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -77,6 +78,7 @@ __all__ = [
     "sharding_propagator",
     "shifted_shard",
     "storage_id",
+    "take_shape_in_place",
     "storage_users",
     "tracing",
     "unset_fake_temporarily",
@@ -142,6 +144,11 @@ def make_spec(device_mesh: Any, placements: tuple, shape: Any, stride: tuple, dt
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, cls: Any = DTensor, requires_grad: bool = False) -> Any:
     """A DTensor over a local tensor, without the checks of `DTensor.from_local` and without the empty constructor."""
     return cls.__new__(cls, local, spec, requires_grad=requires_grad)
+
+
+def take_shape_in_place(func: Any, args: Any, kwargs: Any, value: DTensor) -> Any:
+    """Gives a DTensor the sizes and strides that an operator with the tag `inplace_view` makes of its own."""
+    return return_and_correct_aliasing(func, args, kwargs, value)
 
 
 def wrap_locals(locals_: list[torch.Tensor], specs: Sequence[DTensorSpec | None]) -> list[Any]:

@@ -239,7 +239,7 @@ def _difference(got: Any, want: torch.Tensor, mesh: Mesh, rtol: float, atol: flo
     else:
         spec = spec_of(got)
         parts = [(rank, part, local_block(spec, mesh, want.shape, rank)) for rank, part in local_tensors(got).items()]
-    largest = float(torch.nan_to_num(want.detach().abs().double(), 0, 0, 0).max()) if want.numel() else 0.0
+    largest = _largest(want)
     for rank, part, block in parts:
         expected = want.detach()[block]
         if part.shape != expected.shape:
@@ -252,6 +252,13 @@ def _difference(got: Any, want: torch.Tensor, mesh: Mesh, rtol: float, atol: flo
             worst = float(torch.nan_to_num((part.to(kind) - expected.to(kind)).abs(), float("inf")).max())
             return _Difference(rank, index, repr(part[at].item()), repr(expected[at].item()), worst)
     return None
+
+
+def _largest(value: torch.Tensor) -> float:
+    """The largest finite magnitude of an element."""
+    if not value.numel() or not _is_float(value):
+        return 0.0
+    return float(torch.nan_to_num(value.detach().abs().double(), 0, 0, 0).max())
 
 
 def _first_departure(
