@@ -1,7 +1,7 @@
 """Reductions for which torch has a wrong rule.
 
-torch 2.13's rule of `logsumexp` looks for `keepdim` among the keyword arguments, where the dispatcher never has it: with
-`keepdim=True` it says that the result is split along a dim before the one that it is split along.
+torch 2.13's rule of `logsumexp` looks for `keepdim` among the keyword arguments, where the dispatcher never has it:
+with `keepdim=True` it says that the result is split along a dim before the one that it is split along.
 """
 
 from __future__ import annotations

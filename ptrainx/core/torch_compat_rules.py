@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from ptrainx.core.avals import ShapeDtypeStruct
@@ -32,10 +33,23 @@ def set_rule(operator: Any, rule: Callable[..., Rows]) -> None:
     for table in ("op_single_dim_strategy_funcs", "op_to_schema_info_for_single_dim_strategy", "op_to_rules"):
         getattr(propagator, table, {}).pop(operator, None)
     register_sharding(operator)(lambda *args, **kwargs: rule(*_shapes(args), **_shapes(kwargs)))
+    propagator.op_to_schema_info[operator] = _everything_counts(operator)
     propagator.propagate_op_sharding.cache_clear()
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear_fast_path is not None:
         clear_fast_path()
+
+
+def _everything_counts(operator: Any) -> RuntimeSchemaInfo:
+    """That a rule may depend on every argument that is no tensor.
+
+    torch's `register_sharding` remembers a rule's answer by integers alone: a call with other dims in a list, another
+    flag or another number would get the answer of the first.
+    """
+    arguments = operator._schema.arguments
+    plain = [i for i, a in enumerate(arguments) if not a.kwarg_only and "Tensor" not in str(a.type)]
+    names = [a.name for a in arguments if a.kwarg_only and "Tensor" not in str(a.type)]
+    return RuntimeSchemaInfo(min(plain, default=len(arguments)), names or None, needs_pytree=True)
 
 
 def _shapes(value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import ptrainx as px
 from ptrainx import P
@@ -146,8 +147,13 @@ def _scattered(x: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, index, x)
 
 
+def _resharded(x: Tensor, spec: P) -> Tensor:
+    """At another placement; what one device has is where it is."""
+    return px.reshard(x, spec) if isinstance(x, DTensor) else x
+
+
 def _scanned(x: Tensor) -> Tensor:
-    rows = px.reshard(x, P())
+    rows = _resharded(x, P())
     return px.scan(lambda c, row: (c * 0.5 + row, c.tanh()), torch.zeros_like(rows[0]), rows)[1]
 
 
@@ -257,7 +263,7 @@ OPERATORS: tuple[Operator, ...] = (
         lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
         settings=_if(lambda x: x.ndim >= 3),
     ),
-    Operator("reshard", lambda x, spec: px.reshard(x, spec), settings=_spec),
+    Operator("reshard", _resharded, settings=_spec),
     Operator("remat", lambda x: px.remat(lambda x: torch.tanh(x) * x)(x)),
     Operator("scan_rows", _scanned, settings=_if(lambda x: x.ndim >= 1)),
     Operator("scan_carry", lambda x: px.scan(lambda c, _: (c.tanh() * c + 1, None), x, None, length=3)[0]),
