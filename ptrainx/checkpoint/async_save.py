@@ -164,7 +164,9 @@ def save_async(
     """
     step, metric = check_step(step), check_metric(metric)
     if when_busy not in ("wait", "refuse"):
-        raise InputError("save_async: when_busy is neither 'wait' nor 'refuse'", got=repr(when_busy))
+        raise InputError(
+            "save_async: when_busy is neither 'wait' nor 'refuse'", got=repr(when_busy), expected="'wait' or 'refuse'"
+        )
     if when_busy == "refuse":
         _refuse_if_busy(step, timeout)
     finish_saves()

@@ -86,7 +86,7 @@ class Manager:
                     f"Manager: {name} is no positive integer", got=repr(value), expected="1 or more, or None"
                 )
         if mode not in ("min", "max"):
-            raise InputError("Manager: mode is neither 'min' nor 'max'", got=repr(mode))
+            raise InputError("Manager: mode is neither 'min' nor 'max'", got=repr(mode), expected="'min' or 'max'")
         self.folder = Path(folder).absolute()
         self._rules = (keep, every, best)
         self._mode, self._timeout = mode, timeout

@@ -84,5 +84,5 @@ def check_metric(metric: Any) -> float | None:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise InputError("a metric is a finite number", got=repr(metric)[:80])
+        raise InputError("a metric is a finite number", got=repr(metric)[:80], expected="a float or an int")
     return number

@@ -204,7 +204,11 @@ def _as_placed(path: paths.TypedPath, leaf: DTensor, where: str) -> Target:
     check_usable(leaf, where)
     mesh, shape = leaf.device_mesh, tuple(leaf.shape)
     if any(placement.is_partial() for placement in leaf.placements):
-        raise InputError(f"restore: in {where} a sum is still owed", got=f"{describe(leaf)} {leaf.placements}")
+        raise InputError(
+            f"restore: in {where} a sum is still owed",
+            got=f"{describe(leaf)} {leaf.placements}",
+            fix="pay it with px.reshard, or pass px.eval_shape(...) and specs= instead of values",
+        )
     simulated = isinstance(leaf, SimulatedDTensor)
     if simulated:
         names = [coords_of(i, tuple(mesh.shape)) for i in range(mesh.size())]

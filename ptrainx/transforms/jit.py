@@ -91,9 +91,7 @@ def jit(
         "reductions": reductions,
         "logical_shards": logical_shards,
     }
-    if fn is None:
-        return lambda fn: JitFunction(fn, **options)
-    return JitFunction(fn, **options)
+    return (lambda fn: JitFunction(fn, **options)) if fn is None else JitFunction(fn, **options)
 
 
 class JitFunction:

@@ -65,7 +65,7 @@ def raised() -> Iterator[tuple[str, set[str | None]]]:
                 call = getattr(node, "exc", None) if isinstance(node, ast.Raise) else getattr(node, "value", None)
                 if isinstance(node, (ast.Raise, ast.Return)) and isinstance(call, ast.Call):
                     kind = getattr(px.errors, getattr(call.func, "id", ""), None)
-                    if isinstance(kind, type) and issubclass(kind, px.errors.PtrainxError):
+                    if isinstance(kind, type) and issubclass(kind, px.errors.PtrainxError) and not kind("").fix:
                         yield f"{file.relative_to(ROOT)}:{node.lineno}", {word.arg for word in call.keywords}
 
 

@@ -42,7 +42,9 @@ def merge_loops(
     first = next(iter(loops.values()))
     if any(loop.form != first.form for loop in loops.values()):
         raise AgreementError(
-            "the logical ranks' loops differ", got="; ".join(f"rank {r}: {loop.form}" for r, loop in loops.items())
+            "the logical ranks' loops differ",
+            got="; ".join(f"rank {r}: {loop.form}" for r, loop in loops.items()),
+            fix="choose dims that the logical mesh divides, or leave out reductions='ordered'",
         )
     operands = {rank: [[known[rank][n] for n in part] for part in loop.operands] for rank, loop in loops.items()}
     begun = [(rank, i) for rank in loops for i in range(first.form.n_carry)]

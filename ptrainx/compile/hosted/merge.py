@@ -53,7 +53,10 @@ def merge(
         arrived = _meet(build, mesh, axis_of, walks, waiting)
         if not arrived:
             sides = "\n    ".join(f"logical rank {rank} waits in {node.target}" for rank, node in waiting.items())
-            raise AgreementError(f"the logical ranks wait for each other for ever:\n    {sides}")
+            raise AgreementError(
+                f"the logical ranks wait for each other for ever:\n    {sides}",
+                fix="choose dims that the logical mesh divides, or leave out reductions='ordered'",
+            )
         for rank in arrived:
             node = walks[rank].advance(build)
             waiting.pop(rank)
