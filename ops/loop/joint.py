@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import GradientError, TraceError
 from ptrainx.core.trace_context import TraceContext
 from ptrainx.mesh.placement import contiguous_strides
 from ptrainx.ops.debug_print import held_prints
+from ptrainx.ops.loop.body import trace_body
 from ptrainx.ops.loop.closure import Closure
 from ptrainx.ops.loop.partition import Partition, partition
 
@@ -235,9 +235,9 @@ def _run(
 
     if gradient is None:
         with held_prints():
-            module = make_fx(joint, tracing_mode="real")(*locals_)
+            module = trace_body(joint, locals_)
     else:
-        module = make_fx(joint, tracing_mode="real")(*locals_)
+        module = trace_body(joint, locals_)
         if len(run["closed"]) != len(closed):
             raise TraceError(
                 "scan: the body uses other values of the step when it is run again",
