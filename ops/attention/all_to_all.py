@@ -55,7 +55,8 @@ def all_to_all_attention(
     >>> from ptrainx import P
     >>> mesh = px.make_mesh(seq=2, simulate=True)
     >>> q, k, v = torch.randn(3, 1, 4, 8, 16)
-    >>> step = px.jit(px.ops.all_to_all_attention, mesh=mesh, in_specs=P(None, None, "seq"), out_specs=P(None, None, "seq"))
+    >>> spec = P(None, None, "seq")
+    >>> step = px.jit(px.ops.all_to_all_attention, mesh=mesh, in_specs=spec, out_specs=spec)
     >>> want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     >>> torch.allclose(px.device_get(step(q, k, v)), want, atol=1e-5)
     True

@@ -93,7 +93,7 @@ def _aligned(q: T, k: T, v: T, causal: bool) -> tuple[T, T, T]:
         return q, k, v
     if not causal:
         return q.reshape(q.shape[0], k.shape[1], groups * q.shape[2], q.shape[3]), k, v
-    return q, *(x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
 
 def _scores(q: T, k: T, start: int, causal: bool, scale: float) -> T:

@@ -86,7 +86,8 @@ def ring_attention(
     >>> from ptrainx import P
     >>> mesh = px.make_mesh(seq=2, simulate=True)
     >>> q, k, v = torch.randn(3, 1, 4, 8, 16)
-    >>> step = px.jit(lambda q, k, v: px.ops.ring_attention(q, k, v, causal=True), mesh=mesh, out_specs=P(None, None, "seq"))
+    >>> attention = lambda q, k, v: px.ops.ring_attention(q, k, v, causal=True)
+    >>> step = px.jit(attention, mesh=mesh, out_specs=P(None, None, "seq"))
     >>> want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     >>> torch.allclose(px.device_get(step(q, k, v)), want, atol=1e-5)
     True

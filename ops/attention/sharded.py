@@ -1,7 +1,7 @@
 """Queries, keys and values of a step as one rank has them, and the result as a global value again.
 
-In: global values at any placement, or the per-shard ones of a `shard_map`'s body. Inside, the batch and the heads lie as
-the query's did, the sequence along one axis, head_dim whole.
+In: global values at any placement, or the per-shard ones of a `shard_map`'s body. Inside, the batch and the heads lie
+as the query's did, the sequence along one axis, head_dim whole.
 
 Next stage: `ring` and `all_to_all`, which compute on the ranks' own parts.
 """
@@ -120,9 +120,7 @@ def _placements(trace: TraceContext, q: Any, axis: str) -> tuple[Placement, ...]
     return tuple(one(name, own) for name, own in zip(trace.mesh.axis_names, q.placements))
 
 
-def _enter(
-    trace: TraceContext, region: Region, name: str, which: str, x: Any, wanted: tuple[Placement, ...]
-) -> Any:
+def _enter(trace: TraceContext, region: Region, name: str, which: str, x: Any, wanted: tuple[Placement, ...]) -> Any:
     """A global value as the body gets it."""
     # One head of keys and values serves all queries, wherever their heads are.
     placements = tuple(Replicate() if p.is_shard(1) and x.shape[1] == 1 else p for p in wanted)
@@ -154,9 +152,9 @@ def _parts(trace: TraceContext, placements: tuple[Placement, ...], dim: int) -> 
     return parts
 
 
-def _alike(region: Region, q: Any, k: Any, v: Any, axis: str, n: int, source: str) -> Any:
+def _alike(region: Region, q: Any, k: Any, v: Any, axis: str, n: int, source: str) -> tuple[Any, Any, Any]:
     """The three, each varying along every axis along which one of them does, and along the sequence's."""
     axes = vary_over(region, [q, k, v])
     if n > 1 and axis not in axes:
         axes = tuple(a for a in region.axis_names if a in axes or a == axis)
-    return tuple(varying(x, region, axes, source) for x in (q, k, v))
+    return varying(q, region, axes, source), varying(k, region, axes, source), varying(v, region, axes, source)

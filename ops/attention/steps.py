@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ptrainx.ops.attention.blocks import attend, attend_backward, merge, wide
+from ptrainx.ops.attention.blocks import attend, attend_backward, merge
 
 __all__ = ["Contiguous", "Order", "Zigzag"]
 
@@ -57,14 +57,14 @@ class Contiguous:
         return torch.stack([a, b])
 
     def unpack(self, block: T) -> tuple[T, T]:
-        a, b = block.unbind()
-        return a, b
+        return block[0], block[1]
 
     def add(self, before: T, q: Chunks, block: T, out: Chunks, lse: Chunks) -> list[T]:
-        found, found_lse = attend(q[0], *self.unpack(block), False, self.scale)
+        k, v = self.unpack(block)
+        found, found_lse = attend(q[0], k, v, False, self.scale)
         if self.causal:
             found_lse = torch.where(before, found_lse, -INF)
-        return list(merge(out[0], lse[0], found, found_lse))
+        return [*merge(out[0], lse[0], found, found_lse)]
 
     def slopes(self, before: T, rows: Sequence[Chunks], block: T) -> list[T]:
         (grad,), (q,), (out,), (lse,) = rows
@@ -101,23 +101,23 @@ class Zigzag:
 
     def add(self, before: T, q: Chunks, block: T, out: Chunks, lse: Chunks) -> list[T]:
         first, second = block.split(2)
-        always = attend(q[1], *first.unbind(), False, self.scale)
-        pair, pair_lse = attend(
-            torch.where(before, *q), *torch.where(before, first, second).unbind(), False, self.scale
-        )
+        out2, lse2 = merge(out[1], lse[1], *attend(q[1], first[0], first[1], False, self.scale))
+        kv = torch.where(before, first, second)
+        pair, pair_lse = attend(torch.where(before, q[0], q[1]), kv[0], kv[1], False, self.scale)
         out1, lse1 = merge(out[0], lse[0], pair, torch.where(before, pair_lse, -INF))
-        out2, lse2 = merge(*merge(out[1], lse[1], *always), pair, torch.where(before, -INF, pair_lse))
+        out2, lse2 = merge(out2, lse2, pair, torch.where(before, -INF, pair_lse))
         return [out1, out2, lse1, lse2]
 
     def slopes(self, before: T, rows: Sequence[Chunks], block: T) -> list[T]:
         first, second = block.split(2)
-        grad, q, out, lse = (torch.where(before, *chunks) for chunks in rows)
-        v, k = torch.where(before, first, second).unbind()
-        dq, dk, dv = attend_backward(grad, q, k, v, out, lse, False, self.scale)
-        grad, q, out, lse = (chunks[1] for chunks in rows)
-        v, k = first.unbind()
-        dq2, dk1, dv1 = attend_backward(grad, q, k, v, out, lse, False, self.scale)
-        none = torch.zeros((), dtype=wide(q.dtype), device=q.device)
+        dq2, dk1, dv1 = self._slopes([chunks[1] for chunks in rows], first)
+        chosen = [torch.where(before, chunks[0], chunks[1]) for chunks in rows]
+        dq, dk, dv = self._slopes(chosen, torch.where(before, first, second))
+        none = torch.zeros((), dtype=dq.dtype, device=dq.device)
         pair = torch.stack([dv, dk])
         packed = torch.cat([torch.stack([dv1, dk1]) + torch.where(before, pair, none), torch.where(before, none, pair)])
         return [torch.where(before, dq, none), dq2 + torch.where(before, none, dq), packed]
+
+    def _slopes(self, rows: Sequence[T], vk: T) -> tuple[T, T, T]:
+        grad, q, out, lse = rows
+        return attend_backward(grad, q, vk[1], vk[0], out, lse, False, self.scale)
