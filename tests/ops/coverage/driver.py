@@ -1,7 +1,7 @@
 """Runs cells of the table: a case at a placement, forward and gradient, against one device.
 
-A cell is *equal*, *refused* with a typed error that says what to do, *uneven* (refused because an axis does not divide
-a dim), or *wrong*: another value on some rank without a word, or an error that is none of ours.
+A cell is *equal*, *refused* with a typed error that says what to do, or *wrong*: another value on some rank without a
+word, or an error that is none of ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ptrainx import P
 from ptrainx.compile.interpret import interpret
 from ptrainx.compile.lockstep import Lockstep
 from ptrainx.compile.program import RankGraph
-from ptrainx.errors import PtrainxError, SpecError
+from ptrainx.errors import PtrainxError
 from ptrainx.mesh.placement import local_block
 from ptrainx.mesh.simulated import local_tensors
 from tests.ops.coverage.case import Case, values
@@ -40,7 +40,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a cell gave: "equal", "refused", "uneven" or "wrong", and why."""
+    """What a cell gave: "equal", "refused" or "wrong", and why."""
 
     kind: str
     why: str = ""
@@ -114,8 +114,7 @@ def _raised(error: Exception) -> Outcome:
     """What an error makes of a cell: a typed one that says what to do is a refusal."""
     if not isinstance(error, PtrainxError):
         return Outcome("wrong", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    kind = "uneven" if isinstance(error, SpecError) and "divisible" in str(error) else "refused"
-    return Outcome(kind if error.fix else "wrong", f"{type(error).__name__}: {error.problem}")
+    return Outcome("refused" if error.fix else "wrong", f"{type(error).__name__}: {error.problem}")
 
 
 def _compared(together: Any, placed: list[tuple], cells: Sequence[Cell], mesh: px.Mesh, backend: str) -> list[Outcome]:

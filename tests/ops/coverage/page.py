@@ -1,4 +1,4 @@
-"""The page of the table of operators, written from the counts of the last run."""
+"""The page of the table of operators, written from what the last runs have counted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tests.ops.coverage import indexing, layers, matmul, pointwise, reductions, views
 from tests.ops.coverage.placements import MESHES
 
-__all__ = ["COUNTS", "FAMILIES", "LIMITS", "PAGE", "page_text", "write_page"]
+__all__ = ["COUNTS", "FAMILIES", "PAGE", "counts_file", "page_text", "write_page"]
 
 FAMILIES = {
     "pointwise": pointwise.CASES,
@@ -22,20 +23,27 @@ FAMILIES = {
 }
 COUNTS = Path(__file__).parent / "counts"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "ops.md"
-LIMITS = {"2": 8, "4": 3, "2x2": 4, "3": 4}
-"""How many placements of a case a run takes on each mesh, unless all are asked for."""
+KINDS = ("equal", "refused", "wrong")
 
 INTRODUCTION = """# Operators
 
-Which operators give on sharded values what they give on one device: written by `python -m tests.ops.coverage`.
+Which operators give on sharded values what they give on one device.
 
-A case is a function of tensors, run with its gradient, in float64 as a rule, at placements of its arguments:
-replicated, split along any dim, owed as a sum whose addends are not zero. A cell is a case at one placement of each
-argument, on a simulated mesh of 2, 4 or 2x2 devices, compared with one device on every rank; {limits}. On a mesh of 3,
-which divides few dims, a placement that would split one unevenly is refused (*uneven*). No cell gives another value and
-says nothing. A sample of the cells runs in real processes too.
+A *case* is a function of tensors, run together with its gradient, in float64 as a rule. A *cell* is a case at one
+placement of each argument: over each axis of the mesh an argument is replicated, split along any of its dims, or owed
+as a sum whose addends are not zero. Every cell is compared with one device, on every rank of a simulated mesh, and is
+*equal*, or *refused* by a typed error that says what to do. No cell gives another value and says nothing. On 3 devices
+dims of 8 and of 4 are cut unevenly, into 3, 3, 2 and 2, 2, 0. A part of the cells is run by the tests in real processes,
+and on the other backends.
+
+`python -m tests.ops.coverage` runs the table, and writes this page.
 
 """
+
+
+def counts_file(family: str, axes: str) -> Path:
+    """Where the counts of a family on a mesh are kept."""
+    return COUNTS / f"{family}-{axes}.json"
 
 
 def write_page() -> None:
@@ -45,46 +53,79 @@ def write_page() -> None:
 
 def page_text() -> str:
     """The page's text, from the counts."""
-    results = {family: json.loads((COUNTS / f"{family}.json").read_text()) for family in FAMILIES}
-    lines = ["| family | cases | cells | equal | refused | uneven | wrong |", "|---|---|---|---|---|---|---|"]
+    runs = {
+        (family, axes): json.loads(counts_file(family, axes).read_text())
+        for family in FAMILIES
+        for axes in MESHES
+        if counts_file(family, axes).exists()
+    }
+    return (
+        INTRODUCTION
+        + "## Counts\n\n"
+        + _summary(runs)
+        + "\n## Placements that were run\n\nAt most so many a case; combinations are chosen so that every placement of "
+        "each argument is among the first ones.\n\n"
+        + _limits(runs)
+        + "".join(_family(family, runs) for family in FAMILIES)
+    )
+
+
+def _summary(runs: dict[tuple[str, str], Any]) -> str:
+    lines = ["| family | cases | cells | equal | refused | % refused | wrong |", "|---|---|---|---|---|---|---|"]
     everything: Counter[str] = Counter()
-    for family, cases in results.items():
-        total = _total(*(counts for meshes in cases.values() for counts in meshes.values()))
+    for family, cases in FAMILIES.items():
+        total = _total(runs, family)
         lines.append(f"| {family} | {len(cases)} | {_row(total)} |")
-        everything.update({"cases": len(cases), **total})
-    lines.append(f"| all | {everything.pop('cases')} | {_row(everything)} |")
-    most = ", ".join(f"{n} on {axes}" for axes, n in LIMITS.items())
-    text = INTRODUCTION.format(limits=f"this run took at most so many of a case: {most}") + "\n".join(lines) + "\n"
-    for family, cases in results.items():
-        text += f"\n## {family.capitalize()}\n\n| case | {' | '.join(MESHES)} |\n|---|{'---|' * len(MESHES)}\n"
-        for name, meshes in cases.items():
-            text += f"| {name} | {' | '.join(_short(meshes.get(axes, {})) for axes in MESHES)} |\n"
-        reasons = Counter()
-        for name, meshes in cases.items():
-            for counts in meshes.values():
-                for why, n in counts.items():
-                    if why.startswith("because: "):
-                        reasons[name, re.sub(r"^together ", "a step that ", _plain(why))] += n
-        if reasons:
-            text += "\nRefused:\n\n" + "".join(f"- {name} ({n}): {why}\n" for (name, why), n in reasons.items())
-    return text
+        everything += total
+    lines.append(f"| all | {sum(map(len, FAMILIES.values()))} | {_row(everything)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _limits(runs: dict[tuple[str, str], Any]) -> str:
+    lines = [f"| family | {' | '.join(MESHES)} |", f"|---|{'---|' * len(MESHES)}"]
+    for family in FAMILIES:
+        limits = [runs[family, axes]["limit"] or "all" if (family, axes) in runs else "not run" for axes in MESHES]
+        lines.append(f"| {family} | {' | '.join(map(str, limits))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _family(family: str, runs: dict[tuple[str, str], Any]) -> str:
+    lines = [f"\n## {family.capitalize()}\n", f"| case | {' | '.join(MESHES)} |", f"|---|{'---|' * len(MESHES)}"]
+    for case in FAMILIES[family]:
+        found = [runs.get((family, axes), {"cases": {}})["cases"].get(case.name, {}) for axes in MESHES]
+        lines.append(f"| {_cell(case.name)} | {' | '.join(map(_short, found))} |")
+    reasons: Counter[tuple[str, str]] = Counter()
+    for axes in MESHES:
+        for name, why, n in runs.get((family, axes), {"refused": []})["refused"]:
+            reasons[name, _plain(why)] += n
+    if reasons:
+        lines += ["\nRefused:\n", *(f"- {name} ({n}): {why}" for (name, why), n in reasons.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _plain(why: str) -> str:
-    return why.removeprefix("because: ").replace("together ", "the step ").replace("|", "\\|")
+    return re.sub(r"\btogether\b", "the step", why)
 
 
-def _total(*counts: dict[str, int]) -> Counter[str]:
+def _cell(name: str) -> str:
+    return name.replace("|", "\\|")
+
+
+def _total(runs: dict[tuple[str, str], Any], family: str) -> Counter[str]:
     total: Counter[str] = Counter()
-    for one in counts:
-        total.update({kind: n for kind, n in one.items() if not kind.startswith("because: ")})
+    for axes in MESHES:
+        for counts in runs.get((family, axes), {"cases": {}})["cases"].values():
+            total.update(counts)
     return total
 
 
 def _row(total: Counter[str]) -> str:
-    return " | ".join(map(str, (sum(total.values()), *(total[k] for k in ("equal", "refused", "uneven", "wrong")))))
+    cells = sum(total.values())
+    share = f"{100 * total['refused'] / max(cells, 1):.1f}"
+    return " | ".join(map(str, (cells, total["equal"], total["refused"], share, total["wrong"])))
 
 
 def _short(counts: dict[str, int]) -> str:
-    total = _total(counts)
-    return ", ".join(f"{total[kind]} {kind}" for kind in ("equal", "refused", "uneven", "wrong") if total[kind])
+    if set(counts) == {"equal"}:
+        return str(counts["equal"])
+    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts.get(kind))

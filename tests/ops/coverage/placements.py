@@ -23,7 +23,7 @@ MESHES: dict[str, dict[str, int]] = {
     "2x2": {"data": 2, "model": 2},
     "3": {"data": 3},
 }
-"""Dims of the cases have sizes that 2 and 4 divide; over 3 ranks they are uneven, or leave a rank nothing."""
+"""Dims of the cases have sizes that 2 and 4 divide; over 3 ranks they are cut unevenly, or leave a rank nothing."""
 
 Specs = tuple[P, ...]
 
