@@ -26,6 +26,7 @@ __all__ = [
     "spec_of_placements",
     "tensor_spec",
     "trace_placements",
+    "uneven_axes",
 ]
 
 
@@ -117,8 +118,19 @@ def replicate(value: DTensor) -> DTensor:
     return value.redistribute(value.device_mesh, [Replicate()] * len(placements)) if not steps else value
 
 
-def check_spec(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], where: str = "value") -> None:
+def check_spec(
+    spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], where: str = "value", even: bool = False
+) -> None:
     """Refuses a spec that does not fit its mesh or the shape of its value.
+
+    A dim may be cut unevenly by the last of its axes, as `torch.chunk` cuts it: the last ranks have less, or nothing.
+
+    Args:
+        spec: the spec.
+        mesh: the mesh.
+        shape: the value's global shape.
+        where: how messages call the value.
+        even: all ranks have to hold equal parts.
 
     Raises:
         SpecError: an unknown axis, more entries than dims, axes of one dim out of mesh order, a dim that its axes do
@@ -150,9 +162,10 @@ def check_spec(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], wh
                 expected=f"{tuple(order)}",
                 fix="list a dim's axes in mesh order, or make the mesh with its axes in the other order",
             )
-        parts = math.prod(sizes[a] for a in axes)
+        cutting = [a for a in axes if sizes[a] > 1]
+        parts = math.prod(sizes[a] for a in (cutting if even else cutting[:-1]))
         if n % parts:
-            split = " x ".join(f"{a}={sizes[a]}" for a in axes)
+            split = " x ".join(f"{a}={sizes[a]}" for a in axes if even or a in cutting[:-1])
             raise SpecError(
                 f"{where}: dim {dim} of size {n} is not divisible by {split}",
                 got=f"shape {tuple(shape)} with {spec} in {parts} shards",
@@ -185,22 +198,42 @@ def tensor_spec(device_mesh: Any, spec: PartitionSpec, mesh: AbstractMesh, like:
 
 
 def local_block(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-    """The slices of the global value that a rank holds; for a spec that `check_spec` has passed."""
+    """The slices of the global value that a rank holds; for a spec that `check_spec` has passed.
+
+    A dim is cut axis by axis, in chunks rounded up, as DTensor cuts it.
+
+    >>> [local_block(P("data"), AbstractMesh(data=3), (4,), rank) for rank in range(3)]
+    [(slice(0, 2, None),), (slice(2, 4, None),), (slice(4, 4, None),)]
+    """
     coords = dict(zip(mesh.axis_names, mesh.rank_coords(rank)))
     sizes = mesh.shape
     block = []
     for dim, n in enumerate(shape):
-        index, parts = 0, 1
+        start, size = 0, n
         for axis in axes_of(spec[dim]) if dim < len(spec) else ():
-            index, parts = index * sizes[axis] + coords[axis], parts * sizes[axis]
-        step = n // parts
-        block.append(slice(index * step, (index + 1) * step))
+            chunk = -(-size // sizes[axis])
+            low = min(coords[axis] * chunk, size)
+            start, size = start + low, min(chunk, size - low)
+        block.append(slice(start, start + size))
     return tuple(block)
 
 
-def local_shape(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a rank's part; for a spec that `check_spec` has passed."""
-    return tuple(s.stop - s.start for s in local_block(spec, mesh, shape, 0))
+def local_shape(spec: PartitionSpec, mesh: AbstractMesh, shape: Sequence[int], rank: int = 0) -> tuple[int, ...]:
+    """The shape of a rank's part, by default the largest; for a spec that `check_spec` has passed."""
+    return tuple(s.stop - s.start for s in local_block(spec, mesh, shape, rank))
+
+
+def uneven_axes(value: DTensor) -> set[int]:
+    """The mesh dims that cut a dim of the value into parts that are not equal."""
+    found = set()
+    left = list(value.shape)
+    for i, placement in enumerate(value.placements):
+        if placement.is_shard() or tc.is_strided_shard(placement):
+            dim, n = placement.dim, value.device_mesh.size(i)  # type: ignore[attr-defined]
+            if left[dim] % n:
+                found.add(i)
+            left[dim] = -(-left[dim] // n)
+    return found
 
 
 def is_first_owed(spec: PartitionSpec, mesh: AbstractMesh, rank: int) -> bool:

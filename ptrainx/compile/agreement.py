@@ -55,13 +55,18 @@ def graph_lines(graph: RankGraph) -> list[GraphLine]:
     ]
 
 
-def collectives_of(graph: RankGraph) -> list[str]:
-    """The meaning of each collective, in order: what ranks have to agree on."""
-    return [_meaning(node, times, graph) for node, times in walk(graph.module.graph) if is_collective(node)]
+def collectives_of(graph: RankGraph) -> list[tuple[str, str, str]]:
+    """(axis, name, meaning) of each collective, in order.
+
+    All ranks have to agree on axes and names; those that meet in a collective on its meaning too. The others may send
+    another number of rows, where an axis cuts a dim unevenly.
+    """
+    nodes = [(node, times) for node, times in walk(graph.module.graph) if is_collective(node)]
+    return [(graph.axis_of[axis_group(node)], _name(node), _meaning(node, times, graph)) for node, times in nodes]
 
 
 def _meaning(node: Node, times: int, graph: RankGraph) -> str:
-    name = schema_name(node).split("::")[-1] or str(node.target)
+    name = _name(node)
     if not is_collective(node):
         value = node.meta.get("val")
         return f"{name} {describe(value)}" if isinstance(value, torch.Tensor) else name
@@ -70,6 +75,14 @@ def _meaning(node: Node, times: int, graph: RankGraph) -> str:
     plain = [m for m in middle if isinstance(m, (str, int)) or name == "ppermute"]
     axis = graph.axis_of[axis_group(node)]
     return f"{name} over {axis} of {describe(operand.meta['val'])} {plain} {times} times"  # type: ignore[union-attr]
+
+
+def _name(node: Node) -> str:
+    return schema_name(node).split("::")[-1] or str(node.target)
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def first_difference(sides: Mapping[int, Sequence[GraphLine]]) -> str:
@@ -144,6 +157,8 @@ class Agreement:
         if not self.alone:
             members = (mesh.epoch, tuple(mesh.device_mesh.mesh.flatten().tolist()))
             _counts[members] += 1
+            self.axis_names = mesh.axis_names
+            self.coords = [mesh.rank_coords(rank) for rank in range(mesh.size)]
             self.number = _counts[members]
             # The store is new for each world; how many worlds a process has seen is its own affair.
             self.room = f"ptrainx/agree/{'-'.join(map(str, members[1]))}"
@@ -154,8 +169,9 @@ class Agreement:
         """Says what this rank is about to run."""
         self.posted = True
         collectives = [] if graph is None else collectives_of(graph)
-        digest = hashlib.blake2b("\n".join(collectives).encode(), digest_size=16).hexdigest()
-        self._set({"name": self.name, "hash": digest, "inputs": dict(inputs)})
+        axes = {axis: _hash([meaning for own, _, meaning in collectives if own == axis]) for axis, _, _ in collectives}
+        digest = _hash([f"{axis} {name}" for axis, name, _ in collectives])
+        self._set({"name": self.name, "hash": digest, "axes": axes, "inputs": dict(inputs)})
 
     def post_failure(self, error: BaseException) -> None:
         """Says that this rank can't run it."""
@@ -191,8 +207,7 @@ class Agreement:
                     got=record["error"],
                     fix=f"mend what rank {rank} reports; this rank has only waited for it",
                 )
-        same = len({record["hash"] for record in records.values()}) == 1
-        if not same and graph is not None:
+        if graph is not None and any(self._differ(a, b, records) for a in records for b in records if a < b):
             self._post_lines(graph)
         for rank, record in records.items():
             if record["name"] != mine["name"]:
@@ -201,7 +216,7 @@ class Agreement:
                     got=f"rank {self.rank}: {mine['name']}, rank {rank}: {record['name']}",
                     fix="every rank has to call the same jitted functions in the same order",
                 )
-            if record["hash"] != mine["hash"]:
+            if self._differ(self.rank, rank, records):
                 raise AgreementError(
                     f"{self.name}: the ranks' graphs differ in their collectives",
                     got=self._first_difference(rank),
@@ -209,6 +224,17 @@ class Agreement:
                     fix="make the step's Python independent of the rank (no `if rank == 0:` inside, same config files)",
                 )
             self._compare_inputs(mine["inputs"], record["inputs"], rank)
+
+    def _differ(self, a: int, b: int, records: Mapping[int, Any]) -> bool:
+        """Whether two ranks have other collectives, or other ones along an axis on which they meet."""
+        if records[a].get("hash") != records[b].get("hash"):
+            return True
+        mine, theirs = records[a].get("axes", {}), records[b].get("axes", {})
+        return any(mine[axis] != theirs[axis] for axis in mine if self._meet(a, b, axis))
+
+    def _meet(self, a: int, b: int, axis: str) -> bool:
+        places = zip(self.axis_names, self.coords[a], self.coords[b])
+        return axis not in self.axis_names or all(x == y for name, x, y in places if name != axis)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
         deadline = time.monotonic() + flags.agreement_timeout()

@@ -4,10 +4,16 @@ DTensor refuses some operators at some placements (a view that splits a sharded 
 rule). Here the operands are brought to placements at which it does work: sums are paid first, then one mesh axis after
 the other is gathered; with everything replicated, an operator that DTensor does not know runs on the local tensors. The
 communication counts as implied.
+
+Where an axis cuts a dim unevenly, the last ranks hold less, or nothing, and an operator may fail on them alone (the
+maximum of nothing), or count what is not there. So operators that are not known to take such parts get them gathered:
+all ranks have to decide alike.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import PtrainxError, TraceError
 from ptrainx.core.trace_context import TraceContext
+from ptrainx.mesh.placement import uneven_axes
 
 __all__ = ["run_somewhere"]
 
@@ -38,6 +45,8 @@ def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict,
         TraceError: an operator writes in place into a view, which would have to change its placement.
     """
     try:
+        if not _takes_uneven_parts(func, args) and any(uneven_axes(x) for x in _operands(args, kwargs)):
+            raise RuntimeError(f"{func} of a dim that is cut unevenly")
         if func in _FILLS and any(p.is_partial() for p in args[0].placements):
             raise RuntimeError(f"{func} would give every addend of a sum that is owed the whole value")
         out = run(func, args, kwargs)
@@ -50,11 +59,46 @@ def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict,
         if _cause(refused) is not None or _NOT_OURS in str(refused):
             raise
         error = refused
-    arguments: Any = (args, kwargs)
-    operands = [leaf for leaf in optree.tree_leaves(arguments) if isinstance(leaf, DTensor)]
+    operands = _operands(args, kwargs)
     if not operands:
         raise error
     return _elsewhere(run, func, args, kwargs, operands, trace, error)
+
+
+def _operands(args: tuple, kwargs: dict) -> list[DTensor]:
+    arguments: Any = (args, kwargs)
+    return [leaf for leaf in optree.tree_leaves(arguments) if isinstance(leaf, DTensor)]
+
+
+def _takes_uneven_parts(func: Any, args: tuple) -> bool:
+    """Whether ranks may run an operator on parts of different size."""
+    return _keeps_uneven_dims(args[0], args[1]) if func in _VIEWS else _is_local(func)
+
+
+@functools.cache
+def _is_local(func: Any) -> bool:
+    """Whether an operator works on each element for itself, moves dims, or sums, and the sum of nothing is zero."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    if name.startswith("_foreach_"):
+        return name not in ("_foreach_norm", "_foreach_max")
+    return torch.Tag.pointwise in func.tags or name in _OF_UNEVEN_PARTS
+
+
+_OF_UNEVEN_PARTS = {
+    "_to_copy", "addmm", "alias", "bmm", "clone", "contiguous", "copy", "detach", "dot", "empty_like", "expand",
+    "full_like", "lift_fresh", "mm", "mv", "new_zeros", "ones_like", "permute", "squeeze", "sum", "t", "transpose",
+    "unsqueeze", "zero", "zeros_like",
+}  # fmt: skip
+
+
+def _keeps_uneven_dims(value: Any, size: Any) -> bool:
+    """Whether a view leaves the dims that are cut unevenly what they are."""
+    axes = uneven_axes(value) if isinstance(value, DTensor) else set()
+    for dim in {value.placements[i].dim for i in axes}:
+        before = math.prod(value.shape[:dim])
+        if not any(math.prod(size[:e]) == before and size[e] == value.shape[dim] for e in range(len(size))):
+            return False
+    return True
 
 
 _NOT_OURS = "got mixed torch.Tensor and DTensor"
@@ -112,10 +156,14 @@ def _ways(operands: list[DTensor]) -> Iterator[Callable[[int, Any], bool]]:
     """Which placements to keep, in the order of the tries: `keep(mesh dim, placement)`."""
     ndim = operands[0].device_mesh.ndim
     sharded = [i for i in reversed(range(ndim)) if any(_splits(x.placements[i]) for x in operands)]
+    uneven = set().union(*(uneven_axes(x) for x in operands))
+    if uneven:
+        yield lambda i, p: p.is_partial() or i not in uneven
+        sharded = [i for i in sharded if i not in uneven]
     if any(p.is_partial() for x in operands for p in x.placements):
-        yield lambda i, p: _splits(p)
+        yield lambda i, p: _splits(p) and i not in uneven
     for axis in sharded:
-        yield lambda i, p, axis=axis: _splits(p) and i != axis  # type: ignore[misc]
+        yield lambda i, p, axis=axis: _splits(p) and i != axis and i not in uneven  # type: ignore[misc]
     yield lambda i, p: False
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.trace_context import TraceContext
-from ptrainx.mesh.placement import contiguous_strides
+from ptrainx.mesh.placement import contiguous_strides, uneven_axes
 
 __all__ = ["LOOKUPS", "look_up"]
 
@@ -23,10 +23,13 @@ LOOKUPS = {torch.ops.aten.embedding.default}
 def look_up(table: Any, indices: Any, trace: TraceContext) -> DTensor:
     """`table[indices]` of global values, with a sum owed over the axes that split the rows.
 
-    Over an axis that splits the indices too, the table is gathered; over one that splits its columns, the indices are.
+    Over an axis that splits the indices too, or the rows unevenly, the table is gathered; over one that splits its
+    columns, the indices are.
     """
     mesh: Any = next(x.device_mesh for x in (table, indices) if isinstance(x, DTensor))
-    tables, ids, outs = zip(*(_ways(_at(table, i), _at(indices, i), indices.ndim) for i in range(mesh.ndim)))
+    uneven = uneven_axes(table) if isinstance(table, DTensor) else set()
+    rows_at = [Replicate() if i in uneven and _at(table, i) == Shard(0) else _at(table, i) for i in range(mesh.ndim)]
+    tables, ids, outs = zip(*(_ways(p, _at(indices, i), indices.ndim) for i, p in enumerate(rows_at)))
     with trace.marked(asked=False, reason="operands of aten.embedding.default"):
         rows, local = _local(table, tables), _local(indices, ids)
     if Shard(0) in tables:

@@ -29,6 +29,7 @@ from ptrainx.core.errors import HostReadError, MutationError, RandomnessError, T
 from ptrainx.core.torch_compat_cuts import announce_cuts
 from ptrainx.core.torch_compat_partial import make_addends_exact
 from ptrainx.core.torch_compat_strided import make_strided_shards_traceable
+from ptrainx.core.torch_compat_uneven import pad_alike
 from ptrainx.core.trace_context import TraceContext, called_by_library, current_trace, user_source
 from ptrainx.mesh.per_shard import is_per_shard
 from ptrainx.mesh.placement import replicate
@@ -82,8 +83,6 @@ class LocalRules(TorchDispatchMode):
             if "view" in traits:
                 self._note_copies(args[0], out)
             return out
-        if func is torch.ops.aten.detach_.default:
-            return args[0]  # autograd does it to what a function without a gradient returns; to a view it is an error
         if func is torch.ops.aten.view.default and not _viewable(args[0], args[1]):
             return torch.ops.aten.view.default(args[0].contiguous(), args[1])
         return func(*args, **kwargs)
@@ -260,11 +259,13 @@ def guard_methods(trace: TraceContext, refuse: bool = True) -> Callable[[], None
         setattr(DTensor, name, refusing(name))
     undo_strided = make_strided_shards_traceable()
     undo_addends = make_addends_exact()
+    undo_pads = pad_alike()
     undo_cuts = announce_cuts(lambda mesh, dim: trace.marked(cut=mesh.mesh_dim_names[dim]))
 
     def undo() -> None:
         undo_strided()
         undo_addends()
+        undo_pads()
         undo_cuts()
         for name, original in originals.items():
             setattr(DTensor, name, original)

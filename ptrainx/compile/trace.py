@@ -64,7 +64,7 @@ def trace_program(program: Program, rank: int) -> RankGraph:
     axis_of: dict[str, str] = dict(zip(view._dim_group_names, program.mesh.axis_names))
     trace.joint_groups = axis_of
     trace.clean_body = functools.partial(_clean_body, trace=trace, fake_mode=fake_mode, axis_of=axis_of)
-    locals_in = [_fake_local(a, program, fake_mode) for a in program.arguments]
+    locals_in = [_fake_local(a, program, rank, fake_mode) for a in program.arguments]
     specs_in = [_spec(a, program, view) for a in program.arguments]
     names = {tc.storage_id(t): f"argument {a.path}" for t, a in zip(locals_in, program.arguments)}
     captured_names: dict[int, str] = {}
@@ -92,6 +92,7 @@ def trace_program(program: Program, rank: int) -> RankGraph:
     with _tracing_environment(trace), fake_mode, torch.no_grad(), _explained(program, trace):
         module = make_fx(local_step, tracing_mode="real")(*locals_in)
     _lift_captures(module, captures)
+    _drop_detaching(module)
     annotate(module.graph, [argument_label(a.path) for a in program.arguments], program.source)
     return RankGraph(
         module,
@@ -114,13 +115,21 @@ def _clean_body(
     """A loop's body and its gradient as a graph that can be cut in two: no writes, nothing twice, nothing unread."""
     from ptrainx.compile.passes.pipeline import tidy
 
+    _drop_detaching(module)
     graph = RankGraph(module, trace.rank, [], [], None, (), fake_mode, axis_of, remats=trace.remats)
     with tc.no_dispatch_modes():
         return tidy(graph, trace.origin.remat).module
 
 
-def _fake_local(argument: Argument, program: Program, fake_mode: Any) -> torch.Tensor:
-    shape = local_shape(argument.spec, program.mesh, argument.shape)
+def _drop_detaching(module: torch.fx.GraphModule) -> None:
+    """Removes `detach_`, which autograd calls on what has no gradient: on a view it is an error."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+
+
+def _fake_local(argument: Argument, program: Program, rank: int, fake_mode: Any) -> torch.Tensor:
+    shape = local_shape(argument.spec, program.mesh, argument.shape, rank)
     with fake_mode:
         return torch.empty(shape, dtype=argument.dtype, device=program.device)
 

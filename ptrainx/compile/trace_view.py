@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ptrainx.core import torch_compat as tc
+from ptrainx.core.torch_compat_rules import forget_propagations, shaped_by_rank
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.virtual import VirtualDeviceMesh, next_uid
 from ptrainx.ops.sharding_rules import rules_version
@@ -29,6 +30,7 @@ class TraceDeviceMesh(VirtualDeviceMesh):
     def play(self, rank: int, coords: tuple[int, ...]) -> TraceDeviceMesh:
         """Makes this the view of a rank."""
         self._rank, self._coordinate_on_dim = rank, coords
+        forget_propagations()
         self.ensure_registered()
         return self
 
@@ -49,7 +51,7 @@ def remembered_propagation(view: TraceDeviceMesh) -> Iterator[None]:
     """
     propagator = tc.sharding_propagator()
     original = propagator.propagate_op_sharding_non_cached
-    shaped, version = propagator.op_to_shape_and_stride_idx, rules_version()
+    shaped, version = shaped_by_rank(), rules_version()
 
     def propagate(schema: Any) -> Any:
         key = (schema, view._rank if schema.op in shaped else None, version)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ptrainx.core.avals import ShapeDtypeStruct
 
-__all__ = ["set_rule"]
+__all__ = ["forget_propagations", "set_rule", "shaped_by_rank"]
 
 Rows = Sequence[tuple[list[Any], list[Any]]]
 
@@ -35,6 +35,11 @@ def set_rule(operator: Any, rule: Callable[..., Rows]) -> None:
     register_sharding(operator)(lambda *args, **kwargs: rule(*_shapes(args), **_shapes(kwargs)))
     propagator.op_to_schema_info[operator] = _everything_counts(operator)
     propagator.propagate_op_sharding.cache_clear()
+    forget_propagations()
+
+
+def forget_propagations() -> None:
+    """Empties the cache of placements that torch keeps beneath Python, which knows of no ranks."""
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear_fast_path is not None:
         clear_fast_path()
@@ -50,6 +55,13 @@ def _everything_counts(operator: Any) -> RuntimeSchemaInfo:
     plain = [i for i, a in enumerate(arguments) if not a.kwarg_only and "Tensor" not in str(a.type)]
     names = [a.name for a in arguments if a.kwarg_only and "Tensor" not in str(a.type)]
     return RuntimeSchemaInfo(min(plain, default=len(arguments)), names or None, needs_pytree=True)
+
+
+def shaped_by_rank() -> set[Any]:
+    """The operators that are given a local shape: what is worked out for one rank is not right for another."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
+    return {operator for table in tables for operator in getattr(propagator, table, {})}
 
 
 def _shapes(value: Any) -> Any:

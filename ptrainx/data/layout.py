@@ -19,7 +19,7 @@ from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
 from ptrainx.mesh.placement import check_spec, local_block, tensor_spec
 from ptrainx.mesh.simulated import wrap_all
 
-__all__ = ["BatchLayout", "RowRange", "check_mesh", "row_shards"]
+__all__ = ["BatchLayout", "RowRange", "check_mesh"]
 
 RowRange = tuple[int, int]
 
@@ -34,6 +34,7 @@ class BatchLayout:
         paths: how the leaves are called in messages.
         specs: one a leaf.
         mesh: real or simulated.
+        uneven: the rows may be cut unevenly, as those of an epoch's last batch are.
 
     Raises:
         SpecError: a spec that does not fit; its message speaks of `batch_size` where that is what is wrong.
@@ -43,10 +44,15 @@ class BatchLayout:
     """
 
     def __init__(
-        self, leaves: Sequence[ShapeDtypeStruct], paths: Sequence[str], specs: Sequence[PartitionSpec], mesh: Mesh
+        self,
+        leaves: Sequence[ShapeDtypeStruct],
+        paths: Sequence[str],
+        specs: Sequence[PartitionSpec],
+        mesh: Mesh,
+        uneven: bool = False,
     ):
         for leaf, path, spec in zip(leaves, paths, specs):
-            _check(leaf, path, spec, mesh)
+            _check(leaf, path, spec, mesh, uneven)
         # Made once: a DTensor's spec costs ten times as much as the DTensor.
         self._placed = [tensor_spec(mesh.device_mesh, spec, mesh, leaf) for leaf, spec in zip(leaves, specs)]
         self._mesh, self._device = mesh, mesh.device
@@ -94,19 +100,19 @@ def check_mesh(mesh: Any) -> Mesh:
     return mesh
 
 
-def row_shards(spec: PartitionSpec, mesh: Mesh) -> int:
+def _row_shards(spec: PartitionSpec, mesh: Mesh) -> int:
     """Into how many parts a spec splits the batch dim; axes that the mesh lacks are `check_spec`'s to refuse."""
     return math.prod(mesh.shape.get(axis, 1) for axis in axes_of(spec[0] if len(spec) else None))
 
 
-def _check(leaf: ShapeDtypeStruct, path: str, spec: PartitionSpec, mesh: Mesh) -> None:
+def _check(leaf: ShapeDtypeStruct, path: str, spec: PartitionSpec, mesh: Mesh, uneven: bool) -> None:
     if spec.unreduced:
         raise SpecError(
             f"{path}: {spec} owes a sum, and a batch has none to owe",
             fix=f"write {P(*spec.entries)}",
         )
-    rows, shards = leaf.shape[0], row_shards(spec, mesh)
-    if rows % shards:
+    rows, shards = leaf.shape[0], _row_shards(spec, mesh)
+    if rows % shards and not uneven:
         split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes_of(spec[0]))
         below, above = rows // shards * shards, -(-rows // shards) * shards
         raise SpecError(

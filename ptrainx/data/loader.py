@@ -17,13 +17,13 @@ import torch
 
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct
-from ptrainx.core.errors import DataError, InputError, SpecError
-from ptrainx.data.layout import BatchLayout, RowRange, check_mesh, row_shards
+from ptrainx.core.errors import DataError, InputError
+from ptrainx.data.layout import BatchLayout, RowRange, check_mesh
 from ptrainx.data.permutation import SampleOrder
 from ptrainx.data.prefetch import Prefetcher
 from ptrainx.data.source import as_source
 from ptrainx.mesh.mesh import Mesh
-from ptrainx.mesh.partition_spec import P, PartitionSpec
+from ptrainx.mesh.partition_spec import P
 from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh
 
@@ -219,7 +219,7 @@ class Loader:
         rows: dict[RowRange, list[torch.Tensor]] = {}
         for first, stop in self._layouts[len(samples)].row_ranges:
             try:
-                leaves = self._source.read(samples[first:stop])
+                leaves = self._source.read(samples[first:stop]) if first < stop else self._nothing()
             except Exception as error:
                 where = f"batch {position.batch} of epoch {position.epoch}, rows {first} to {stop - 1}"
                 error.add_note(f"while a Loader read samples {_shorten(samples[first:stop])} for {where}")
@@ -229,6 +229,10 @@ class Loader:
             # From pinned memory the copy to the device runs beside the step.
             rows[first, stop] = [leaf.pin_memory() for leaf in leaves] if self._mesh.device_type == "cuda" else leaves
         return _Read(len(samples), rows)
+
+    def _nothing(self) -> list[torch.Tensor]:
+        """What a rank reads that has no rows of a smaller batch."""
+        return [torch.empty((0, *leaf.shape), dtype=leaf.dtype) for leaf in self._source.leaves]
 
     def _place(self, read: _Read) -> Any:
         leaves = self._layouts[read.size].place(read.rows)
@@ -243,7 +247,6 @@ class Loader:
         tree = px_tree.unflatten(source.treedef, source.leaves)
         leaf_specs = [spec or P() for spec in spread(specs, tree, "batch")]
         if self._last == "keep" and self._rest:
-            self._check_rest(leaf_specs)
             sizes.append(self._rest)
         leaves, paths = list(source.leaves), [px_tree.path_expr(path, "batch") for path in source.paths]
         if self._last == "pad":
@@ -252,22 +255,14 @@ class Loader:
             paths.append("valid")
         return {
             size: BatchLayout(
-                [ShapeDtypeStruct((size, *leaf.shape), leaf.dtype) for leaf in leaves], paths, leaf_specs, self._mesh
+                [ShapeDtypeStruct((size, *leaf.shape), leaf.dtype) for leaf in leaves],
+                paths,
+                leaf_specs,
+                self._mesh,
+                uneven=size < rows,
             )
             for size in sizes
         }
-
-    def _check_rest(self, specs: list[PartitionSpec]) -> None:
-        for spec in specs:
-            shards = row_shards(spec, self._mesh)
-            if self._rest % shards:
-                raise SpecError(
-                    f"an epoch's last batch has {self._rest} samples, which {spec} can't split over {shards} shards",
-                    got=f"{self._source.length} samples, batch_size {self._batch_size}, last='keep'",
-                    expected=f"a multiple of {shards}",
-                    fix="use last='drop' to leave it out, last='pad' to fill it up and get a mask, a batch_size that "
-                    f"divides {self._source.length}, or spec=P()",
-                )
 
 
 class _Read(NamedTuple):

@@ -200,6 +200,7 @@ class ShardMapFunction:
             with trace.marked(asked=True, reason=f"in_specs of {where}"):
                 value = place_inside(leaf, wanted, where, trace)
             own = wanted if wanted is not None else spec_of_placements(value.placements, region.axis_names, value.ndim)
+            check_spec(own, trace.mesh, value.shape, where, even=True)
             with tc.DisableTorchFunction():
                 region.given.update(dict.fromkeys(storages(value), where))
             inside = region.to_shard(value, region.relations(own))

@@ -234,21 +234,11 @@ REFUSED = {
         r"t\['b'\]: in the specs, not in the value",
     ),
     "number of specs": (lambda on: px.jit(lambda a, b: a, mesh=on, in_specs=(P(),))(X, X), TreeError, "in_specs for 1"),
-    "indivisible batch": (
-        lambda on: px.jit(lambda batch: batch, mesh=on, in_specs=P("data"))(torch.ones(3, 2)),
-        SpecError,
-        "argument batch: dim 0 of size 3 is not divisible by data=2",
-    ),
     "unknown axis": (lambda on: px.jit(lambda x: x, mesh=on, in_specs=P("model"))(X), SpecError, "axis 'model'"),
     "too many entries": (
         lambda on: px.jit(lambda x: x, mesh=on, in_specs=P(None, "data"))(torch.ones(4)),
         SpecError,
         "entries for a value of 1 dims",
-    ),
-    "indivisible result": (
-        lambda on: px.jit(lambda x: x[:3], mesh=on, out_specs=P("data"))(X),
-        SpecError,
-        "result: dim 0 of size 3",
     ),
     "placed otherwise": (
         lambda on: px.jit(lambda x: x, mesh=on, in_specs=P("data"))(px.device_put(X, P(None, "data"), on)),

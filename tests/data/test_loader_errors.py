@@ -100,18 +100,6 @@ REFUSED = {
         SpecError,
         r"batch: batch_size 3 is not divisible by data=2\n.*\n.*multiple of 2\n.*batch_size=4 or 2",
     ),
-    "indivisible rest": (
-        np.zeros(7),
-        {"last": "keep"},
-        SpecError,
-        r"an epoch's last batch has 3 samples.*over 2 shards\n(.|\n)*last='drop'.*last='pad'.*mask",
-    ),
-    "indivisible columns": (
-        np.zeros((8, 3)),
-        {"spec": P(None, "data")},
-        SpecError,
-        r"batch: dim 1 of size 3 is not divisible by data=2",
-    ),
     "unknown axis": (np.zeros(8), {"spec": P("model")}, SpecError, r"batch: P\('model'\) names axis 'model'"),
     "owed sum": (np.zeros(8), {"spec": P(unreduced="data")}, SpecError, r"batch: .* owes a sum"),
     "spec tree": ({"x": np.zeros(8)}, {"spec": {"z": P()}}, TreeError, r"batch\['x'\]: in the value, not in the specs"),

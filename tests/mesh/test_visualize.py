@@ -262,7 +262,11 @@ REFUSED = [
     (lambda: view_of(P("data"), mesh=AbstractMesh(data=2)), InputError, r"a spec alone has no shape(.|\n)*shape="),
     (lambda: view_of(P("data"), shape=(4,)), MeshError, r"only together with a mesh"),
     (lambda: view_of({"w": X}, P("data")), MeshError, r"only together with a mesh"),
-    (lambda: view_of({"w": X[:7]}, P("data"), AbstractMesh(data=2)), SpecError, r"w: dim 0 of size 7 is not divisible"),
+    (
+        lambda: view_of({"w": X[:7]}, P(("data", "model")), AbstractMesh(data=2, model=2)),
+        SpecError,
+        r"w: dim 0 of size 7 is not divisible",
+    ),
     (lambda: view_of(P("x"), mesh=AbstractMesh(data=2), shape=(4,)), SpecError, r"names axis 'x'"),
 ]
 

@@ -46,7 +46,6 @@ def test_reshard_takes_trees_and_pays() -> None:
 
 RESHARD_ERRORS = {
     "axis": (lambda x: px.reshard(x, P("batch")), SpecError, "axis 'batch'"),
-    "indivisible": (lambda x: px.reshard(x[:3], P("data")), SpecError, "dim 0 of size 3"),
     "not owed": (lambda x: px.reshard(x, P(unreduced="data")), SpecError, "owes no sum"),
     "owed maximum": (lambda x: px.reshard(x.amax(0), P(unreduced="data")), SpecError, "owes no sum"),
     "tree": (lambda x: px.reshard({"a": x}, {"b": P()}), TreeError, "in the specs, not in the value"),
