@@ -168,7 +168,7 @@ def check_spec(
             split = " x ".join(f"{a}={sizes[a]}" for a in axes if even or a in cutting[:-1])
             raise SpecError(
                 f"{where}: dim {dim} of size {n} is not divisible by {split}",
-                got=f"shape {tuple(shape)} with {spec} in {parts} shards",
+                got=f"shape {tuple(shape)} with {spec}",
                 expected=f"a multiple of {parts}",
                 fix=f"pad dim {dim} to {-(-n // parts) * parts}, split another dim, or leave it unsplit",
             )

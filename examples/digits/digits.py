@@ -331,11 +331,12 @@ print(f"largest difference {largest:.0e}")
 # %% [markdown]
 # ## Mistakes are told where they are made
 #
-# An error of this library says what is wrong, what was got, and what to do. Ten classes do not divide into four parts:
+# An error of this library says what is wrong, what was got, and what to do. Of several axes only the last may
+# cut a dim unevenly, and ten classes do not divide into four parts:
 
 # %%
 try:
-    px.device_put({"bias": torch.zeros(10)}, P("data"), mesh)
+    px.device_put({"bias": torch.zeros(10)}, P(("data", "model")), mesh)
 except px.errors.SpecError as error:
     print(error)
 

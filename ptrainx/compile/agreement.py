@@ -28,6 +28,7 @@ from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import describe
 from ptrainx.core.errors import AgreementError, InputError
+from ptrainx.mesh.axes import split_axes
 from ptrainx.mesh.mesh import Mesh
 
 __all__ = ["Agreement", "GraphLine", "first_difference", "graph_lines", "hash_tensor", "is_shared", "meeting_of"]
@@ -233,8 +234,8 @@ class Agreement:
         return any(mine[axis] != theirs[axis] for axis in mine if self._meet(a, b, axis))
 
     def _meet(self, a: int, b: int, axis: str) -> bool:
-        places = zip(self.axis_names, self.coords[a], self.coords[b])
-        return axis not in self.axis_names or all(x == y for name, x, y in places if name != axis)
+        apart = split_axes(axis)
+        return all(x == y for name, x, y in zip(self.axis_names, self.coords[a], self.coords[b]) if name not in apart)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
         deadline = time.monotonic() + flags.agreement_timeout()

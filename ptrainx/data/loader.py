@@ -63,8 +63,9 @@ class Loader:
         epochs: passes over the source; None goes on for ever.
         shuffle: False gives the source's own order in every epoch.
         last: what becomes of an epoch's last samples when they don't fill a batch. "drop": left out. "keep": a smaller
-            batch, if the mesh divides it (a jitted step traces twice). "pad": filled up with the epoch's last sample;
-            then *every* batch is a pair `(batch, valid)`, and `valid`, bool [B], tells samples from filling.
+            batch, cut unevenly where the mesh does not divide it (a jitted step traces twice). "pad": filled up with
+            the epoch's last sample; then *every* batch is a pair `(batch, valid)`, and `valid`, bool [B], tells samples
+            from filling.
         prefetch: how many batches a background thread reads ahead; 0 reads when asked. Worth its switching between
             threads where reading waits for a disk, a network or a decoder.
 

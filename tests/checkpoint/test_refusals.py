@@ -126,8 +126,9 @@ def test_partial_takes_what_is_there_and_keeps_the_rest(tmp_path):
 
 def test_specs_that_do_not_fit_are_refused_before_anything_is_read(tmp_path):
     save(tmp_path, {"w": torch.ones(3)}, 1)
+    mesh = px.make_mesh(data=2, model=2, simulate=True)
     with pytest.raises(SpecError, match="not divisible"):
-        restore(tmp_path, like={"w": torch.ones(3)}, specs=P("data"), mesh=px.make_mesh(data=2, simulate=True))
+        restore(tmp_path, like={"w": torch.ones(3)}, specs=P(("data", "model")), mesh=mesh)
 
 
 def test_a_missing_checkpoint_is_told(tmp_path):

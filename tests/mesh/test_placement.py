@@ -120,17 +120,11 @@ REFUSED = [
     (P("data"), (), r"w: P\('data'\) has 1 entries for a value of 0 dims\n  got: +shape \(\)"),
     (P(None, "data"), (4,), r"has 2 entries for a value of 1 dims"),
     (
-        P("data"),
+        P(("data", "model")),
         (5, 6),
-        r"w: dim 0 of size 5 is not divisible by data=2\n  got: .*\(5, 6\) with P\('data'\)",
+        r"w: dim 0 of size 5 is not divisible by data=2\n  got: .*\(5, 6\) with P\(\('data', 'model'\)\)",
     ),
-    (P("data"), (5, 6), r"fix: +pad dim 0 to 6, split another dim"),
-    (
-        P(None, "model"),
-        (5, 7),
-        r"dim 1 of size 7 is not divisible by model=3\n(.|\n)*a multiple of 3\n.*to 9",
-    ),
-    (P(("data", "model")), (4,), r"dim 0 of size 4 is not divisible by data=2 x model=3\n(.|\n)*a multiple of 6"),
+    (P(("data", "model")), (5, 6), r"fix: +pad dim 0 to 6, split another dim"),
     (P(("model", "data")), (6,), r"dim 0 is split by \('model', 'data'\), which is not the order of the mesh's axes"),
 ]
 
@@ -141,7 +135,20 @@ def test_specs_that_do_not_fit(spec, shape, message):
         check_spec(spec, MESH, shape, "w")
 
 
-FITS = [(P(None, None, None), (4,)), (P(), ()), (P("data"), (0,)), (P("data"), (0, 3)), (P(None, "model"), (1, 3))]
+EQUAL_PARTS = [
+    (P(None, "model"), (5, 7), r"dim 1 of size 7 is not divisible by model=3\n(.|\n)*a multiple of 3\n.*to 9"),
+    (P(("data", "model")), (4,), r"dim 0 of size 4 is not divisible by data=2 x model=3\n(.|\n)*a multiple of 6"),
+]
+
+
+@pytest.mark.parametrize(("spec", "shape", "message"), EQUAL_PARTS, ids=[f"{r[0]}-{r[1]}" for r in EQUAL_PARTS])
+def test_where_parts_have_to_be_equal(spec, shape, message):
+    check_spec(spec, MESH, shape, "w")
+    with pytest.raises(SpecError, match=message):
+        check_spec(spec, MESH, shape, "w", even=True)
+
+
+FITS = [(P(None, None, None), (4,)), (P(), ()), (P("data"), (0,)), (P("data"), (5, 3)), (P(None, "model"), (1, 2))]
 
 
 @pytest.mark.parametrize(("spec", "shape"), FITS, ids=str)

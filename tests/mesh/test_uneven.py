@@ -158,12 +158,12 @@ def test_one_rank_at_a_time_wants_equal_parts() -> None:
 
 
 def on_real_ranks() -> list[str]:
-    """Training and a round trip on two axes of real processes, and on one."""
+    """Training, with rows on one axis and state on the other, and round trips."""
     found = []
-    for shape, kind, rows in ((MESHES["2x2"], "rows", 3), (MESHES["4"], "columns", 7)):
-        mesh = px.make_mesh(shape)
-        found += differences(mesh, kind, rows, steps=1)
-        x = value(3, 5)
+    for axes in ("2x2", "4"):
+        mesh, x = px.make_mesh(MESHES[axes]), value(3, 5)
+        if axes == "2x2":
+            found += differences(mesh, "rows", rows=3, steps=1)
         if not torch.equal(px.device_get(px.reshard(px.device_put(x, P("data"), mesh), P(None, "data"))), x):
             found.append(f"round trip on {mesh}")
     return found

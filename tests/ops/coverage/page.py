@@ -33,8 +33,8 @@ A *case* is a function of tensors, run together with its gradient, in float64 as
 placement of each argument: over each axis of the mesh an argument is replicated, split along any of its dims, or owed
 as a sum whose addends are not zero. Every cell is compared with one device, on every rank of a simulated mesh, and is
 *equal*, or *refused* by a typed error that says what to do. No cell gives another value and says nothing. On 3 devices
-dims of 8 and of 4 are cut unevenly, into 3, 3, 2 and 2, 2, 0. The tests run a part of the cells in real processes, and on
-the other backends.
+dims of 8 and of 4 are cut unevenly, into 3, 3, 2 and 2, 2, 0. The tests run a part of the cells in real processes, and
+on the other backends.
 
 `python -m tests.ops.coverage` runs the table, and writes this page.
 
