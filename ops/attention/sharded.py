@@ -127,7 +127,7 @@ def _enter(trace: TraceContext, region: Region, name: str, which: str, x: Any, w
     names = trace.mesh.axis_names
     spec = spec_of_placements(placements, names, 4)
     try:
-        check_spec(spec, trace.mesh, x.shape, f"px.ops.{name}: {which}")
+        check_spec(spec, trace.mesh, x.shape, f"px.ops.{name}: {which}", even=True)
     except SpecError as error:
         if which == "q" or x.shape[1] % max(_parts(trace, placements, 1), 1) == 0:
             raise

@@ -18,19 +18,21 @@ __all__ = ["pad_alike"]
 
 def pad_alike() -> Callable[[], None]:
     """Makes every rank pad and crop where one of them has to; returns the undo."""
-    pad, crop = placement_types.pad_tensor, Shard.__dict__["_maybe_unpad_tensor_with_sizes"]
+    module: Any = placement_types
+    shard: Any = Shard
+    pad, crop = module.pad_tensor, Shard.__dict__["_maybe_unpad_tensor_with_sizes"]
 
     def crop_alike(dim: int, local: Any, sizes: Any, place: Any, make_contiguous: bool) -> Any:
         if isinstance(local, LocalTensor) or not isinstance(place, int):
             return crop.__func__(dim, local, sizes, place, make_contiguous)
         return _longer(local, dim, -sizes[place])
 
-    placement_types.pad_tensor = _longer  # type: ignore[assignment]
-    Shard._maybe_unpad_tensor_with_sizes = staticmethod(crop_alike)  # type: ignore[method-assign]
+    module.pad_tensor = _longer
+    shard._maybe_unpad_tensor_with_sizes = staticmethod(crop_alike)
 
     def undo() -> None:
-        placement_types.pad_tensor = pad
-        Shard._maybe_unpad_tensor_with_sizes = crop  # type: ignore[method-assign]
+        module.pad_tensor = pad
+        shard._maybe_unpad_tensor_with_sizes = crop
 
     return undo
 
