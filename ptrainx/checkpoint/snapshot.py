@@ -32,12 +32,20 @@ class Snapshot:
     """
 
     def __init__(self, contents: Contents, tasks: list[list[Task]], parts: dict[tuple[int, Task], torch.Tensor]):
-        self.contents, self.tasks = _without_values(contents), tasks
+        self.contents, self.tasks = contents, tasks
         self._parts = parts
 
     def read(self, rank: int, task: Task) -> memoryview:
         """The bytes of a part."""
         return bytes_of(self._parts[rank, task])
+
+    def part(self, rank: int, task: Task) -> torch.Tensor:
+        """A part, in the buffer."""
+        return self._parts[rank, task]
+
+    def with_contents(self, contents: Contents) -> Snapshot:
+        """The same parts, of a tree that holds this."""
+        return Snapshot(contents, self.tasks, self._parts)
 
 
 def _without_values(contents: Contents) -> Contents:
@@ -60,6 +68,11 @@ class SnapshotBuffer:
         """Bytes that are held."""
         return self._memory.numel()
 
+    @property
+    def address(self) -> int:
+        """Where the memory is."""
+        return self._memory.data_ptr()
+
     def take(self, contents: Contents, tasks: list[list[Task]]) -> Snapshot:
         """Copies all that this process is to write; what an earlier `take` returned is overwritten."""
         own = [(rank, task) for rank in contents.writers.mine for task in tasks[rank]]
@@ -80,7 +93,7 @@ class SnapshotBuffer:
                 part.copy_(value, non_blocking=True)
         for device in {value.device for value in values if value.device.type == "cuda"}:
             torch.cuda.synchronize(device)
-        return Snapshot(contents, tasks, dict(zip(own, parts)))
+        return Snapshot(_without_values(contents), tasks, dict(zip(own, parts)))
 
     def _reserve(self, total: int, values: list[Any]) -> None:
         if self._memory.numel() < total:

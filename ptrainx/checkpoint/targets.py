@@ -215,7 +215,9 @@ def _as_placed(path: paths.TypedPath, leaf: DTensor, where: str) -> Target:
     else:
         own = mesh.get_coordinate()
         names = [] if own is None else [tuple(own)]
-    made = tc.make_spec(mesh, tuple(leaf.placements), shape, contiguous_strides(shape), leaf.dtype)
+    made = leaf._spec
+    if tuple(made.stride) != contiguous_strides(shape):
+        made = tc.make_spec(mesh, tuple(leaf.placements), shape, contiguous_strides(shape), leaf.dtype)
     needs = _needs(shape, leaf.placements, tuple(mesh.shape), names)
     device = leaf._local_tensor.device
 

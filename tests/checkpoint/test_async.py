@@ -143,20 +143,53 @@ def test_how_a_program_ends_while_a_save_is_under_way(tmp_path):
         assert all(entry.name.startswith("step-") for entry in (tmp_path / name).iterdir())
 
 
+def test_a_tree_of_the_same_form_is_copied_without_being_looked_at_again(tmp_path):
+    def tree(step):
+        w = torch.full((3, 4), float(step))
+        return {"w": w, "t": w.double().t(), "step": step, "name": f"step {step}", "empty": torch.zeros(0)}
+
+    save_async(tmp_path, tree(0), 0).result()
+    recipe = _saver.recipe
+    assert recipe is not None
+    for step in (1, 2):
+        save_async(tmp_path, tree(step), step).result()
+        assert _saver.recipe is recipe
+        assert_same(restore(tmp_path, like=tree(0)), tree(step))
+    others = [
+        {**tree(3), "w": torch.zeros(3, 5)}, {**tree(4), "w": torch.zeros(3, 4).bfloat16()}, {**tree(5), "step": 1.0},
+        {**tree(6), "more": 1}, {**tree(7), "empty": None}, {**tree(8), "w": torch.ones(3, 4) * 1j},
+    ]  # fmt: skip
+    for step, other in enumerate(others, 3):
+        save_async(tmp_path, other, step).result()
+        assert_same(restore(tmp_path, like=other), other)
+    tied = tree(0)["w"]
+    save_async(tmp_path, {"a": tied, "b": tied.clone()}, 20).result()
+    save_async(tmp_path, {"a": tied, "b": tied}, 21).result()
+    found = restore(tmp_path, like={"a": tied, "b": tied})
+    assert found["a"] is found["b"]
+
+
 def both_async(folder: str) -> list[float]:
+    """Parts of this rank after four saves: split, and of replicated values that two ranks share, contiguous or not."""
     mesh = px.make_mesh(data=2)
     manager = Manager(folder, keep=2)
+    big = torch.arange(600_000.0).reshape(1000, 600)
     w = px.device_put(torch.arange(8.0), P("data"), mesh)
-    for step in range(4):
-        manager.save_async(step, {"w": w, "step": step})
-        w = w + 1
-    manager.wait()
-    found = manager.restore(like={"w": w, "step": 0})
-    assert found["step"] == 3
+    for turned in (False, True):
+        for step in range(4):
+            plain = (big + step).t() if turned else big + step
+            values = {"w": w + step, "big": px.device_put(big + step, P(), mesh), "plain": plain}
+            manager.save_async(step + 10 * turned, {**values, "step": step})
+        manager.wait()
+        like = {"w": w, "big": values["big"], "plain": plain, "step": 0}
+        found = manager.restore(like=like)
+        assert found["step"] == 3
+        assert found["big"].to_local().equal(big + 3)
+        assert found["plain"].equal(plain)
     return found["w"].to_local().tolist()
 
 
 @pytest.mark.processes
 def test_two_processes_save_beside_their_steps(pool, tmp_path):
     assert pool.run(both_async, 2, str(tmp_path)) == [[3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0, 10.0]]
-    assert Manager(tmp_path).all_steps() == [2, 3]
+    assert Manager(tmp_path).all_steps() == [12, 13]
