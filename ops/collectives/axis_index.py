@@ -40,9 +40,7 @@ def axis_index(axis_name: AxisName) -> Any:
     """
     region, axes, source = open_call("axis_index", axis_name)
     with tc.DisableTorchFunction(), region.trace.marked(source=source):
-        place = wire.own_index(region, axes[0])
-        for axis in axes[1:]:
-            place = place * region.sizes[axis] + wire.own_index(region, axis)
+        place = wire.own_place(region, axes)
     placements = tuple(Varying() if axis in axes else Replicate() for axis in region.axis_names)
     return like_per_shard(place, region.device_mesh, placements)
 

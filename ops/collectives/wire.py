@@ -15,7 +15,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.ops.collectives.operator import AXIS_INDEX, PPERMUTE
 from ptrainx.ops.collectives.region import Region
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "own_index", "own_part", "permute", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "own_index", "own_part", "own_place", "permute", "reduce_scatter"]
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -89,6 +89,14 @@ def own_index(region: Region, axis: str) -> torch.Tensor:
         return AXIS_INDEX(place, axis, region.device)
     with tc.no_dispatch_modes():
         return tc.LocalTensor({rank: torch.tensor(i) for rank, i in place.items()})
+
+
+def own_place(region: Region, axes: Sequence[str]) -> torch.Tensor:
+    """This rank's place along some axes together, the first of them major, 0-d."""
+    place = own_index(region, axes[0])
+    for axis in axes[1:]:
+        place = place * region.sizes[axis] + own_index(region, axis)
+    return place
 
 
 def _on(value: Any, rank: int) -> torch.Tensor:

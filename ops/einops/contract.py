@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ptrainx.core import torch_compat as tc
-from ptrainx.ops.einops.regroup import Call, wrap
+from ptrainx.ops.parts import Call, wrap
 
 __all__ = ["Names", "contract"]
 
@@ -63,8 +63,10 @@ class _Contract(torch.autograd.Function):
         letter = dict(zip(dict.fromkeys(n for own in names for n in own), string.ascii_letters))
         sides = ["".join(letter[name] for name in own) for own in (*names, result)]
         with tc.DisableTorchFunction(), call.trace.marked(source=call.source):
-            out = torch.einsum(f"{','.join(sides[:-1])}->{sides[-1]}", *(x._local_tensor for x in operands))
-            out = out.view_as(out) if any(out is x._local_tensor for x in operands) else out
+            locals_ = [x._local_tensor for x in operands]
+            out = _product(locals_, names, result)
+            out = torch.einsum(f"{','.join(sides[:-1])}->{sides[-1]}", *locals_) if out is None else out
+            out = out.view_as(out) if any(out is x for x in locals_) else out
         return wrap(out, operands[0].device_mesh, placements, shape)
 
     @staticmethod
@@ -79,6 +81,23 @@ class _Contract(torch.autograd.Function):
             names = (ctx.result, *ctx.names[:k], *ctx.names[k + 1 :])
             grads.append(contract([grad, *others], names, ctx.names[k], ctx.call))
         return None, None, None, None, None, *grads
+
+
+def _product(operands: Sequence[torch.Tensor], names: Sequence[Names], result: Names) -> torch.Tensor | None:
+    """The contraction as one matrix product, for which the fastest kernels are; None where it is none."""
+    if len(operands) != 2:
+        return None
+    (a, b), (left, right) = operands, names
+    contracted = [name for name in left if name in right]
+    if not contracted or any(name in result for name in contracted):
+        return None
+    rows, columns = ([name for name in own if name not in contracted] for own in (left, right))
+    size = {name: n for x, own in zip(operands, names) for name, n in zip(own, x.shape)}
+    volume = [math.prod(size[name] for name in group) for group in (rows, contracted, columns)]
+    first = a.permute([left.index(name) for name in (*rows, *contracted)]).reshape(volume[0], volume[1])
+    second = b.permute([right.index(name) for name in (*contracted, *columns)]).reshape(volume[1], volume[2])
+    out = (first @ second).reshape([size[name] for name in (*rows, *columns)])
+    return out.permute([(*rows, *columns).index(name) for name in result])
 
 
 def _cheapest(i: int, operands: Sequence[DTensor], names: Sequence[Names], result: Names, sizes: dict[str, int]) -> Row:

@@ -12,7 +12,7 @@ from ptrainx.core.errors import InputError
 from ptrainx.core.trace_context import user_source
 from ptrainx.ops.einops.contract import Names, contract
 from ptrainx.ops.einops.pattern import parse_einsum
-from ptrainx.ops.einops.rearrange import global_call
+from ptrainx.ops.parts import open_call
 
 __all__ = ["einsum"]
 
@@ -51,7 +51,7 @@ def einsum(*tensors_and_pattern: Any) -> torch.Tensor:
             source=user_source(),
         )
     names, result = parse_einsum(pattern, [tuple(x.shape) for x in operands])
-    call = global_call("einsum", pattern, operands)
+    call = open_call(f"px.ops.einsum {pattern!r}", operands)
     if call is None:
         plain: Any = einops.einsum
         return plain(*operands, pattern)

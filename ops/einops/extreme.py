@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ptrainx.ops.einops.regroup import Call
+from ptrainx.ops.parts import Call
 
 __all__ = ["extreme"]
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import einops
 import torch
-from torch.distributed.tensor import DTensor
 
-from ptrainx.core.errors import InputError, TraceError
-from ptrainx.core.trace_context import current_trace, user_source
+from ptrainx.core.errors import InputError
+from ptrainx.core.trace_context import user_source
 from ptrainx.ops.einops.extreme import extreme
 from ptrainx.ops.einops.pattern import flat, parse, singles
-from ptrainx.ops.einops.regroup import Call, regroup
+from ptrainx.ops.einops.regroup import regroup
+from ptrainx.ops.parts import Call, open_call
 
-__all__ = ["global_call", "rearrange", "reduce", "repeat"]
+__all__ = ["rearrange", "reduce", "repeat"]
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Dims = tuple[int, ...]
@@ -53,7 +53,7 @@ def rearrange(x: Tensors, pattern: str, **sizes: int) -> torch.Tensor:
     """
     x = _one(x)
     parsed = parse("rearrange", pattern, tuple(x.shape), tuple(sizes.items()))
-    call = global_call("rearrange", pattern, [x])
+    call = open_call(f"px.ops.rearrange {pattern!r}", [x])
     if call is None:
         return einops.rearrange(x, pattern, **sizes)
     return regroup(call.trace.as_global(x), parsed.left, parsed.right, dict(parsed.sizes), call)
@@ -89,7 +89,7 @@ def reduce(x: Tensors, pattern: str, reduction: Reduction, **sizes: int) -> torc
             source=user_source(),
         )
     parsed = parse("reduce", pattern, tuple(x.shape), tuple(sizes.items()))
-    call = global_call("reduce", pattern, [x])
+    call = open_call(f"px.ops.reduce {pattern!r}", [x])
     if call is None:
         whole: Any = reduction
         return einops.reduce(x, pattern, whole, **sizes)
@@ -123,7 +123,7 @@ def repeat(x: Tensors, pattern: str, **sizes: int) -> torch.Tensor:
     """
     x = _one(x)
     parsed = parse("repeat", pattern, tuple(x.shape), tuple(sizes.items()))
-    call = global_call("repeat", pattern, [x])
+    call = open_call(f"px.ops.repeat {pattern!r}", [x])
     if call is None:
         return einops.repeat(x, pattern, **sizes)
     known, before, after = dict(parsed.sizes), flat(parsed.left), flat(parsed.right)
@@ -133,22 +133,6 @@ def repeat(x: Tensors, pattern: str, **sizes: int) -> torch.Tensor:
     if len(after) > len(before):
         out = out.expand([known[name] for name in after])
     return regroup(out, singles(after), parsed.right, known, call)
-
-
-def global_call(function: str, pattern: str, values: Sequence[Any]) -> Call | None:
-    """The call, where its values are global ones; None where they are plain, or a rank's own.
-
-    Raises:
-        TraceError: a value is placed, and no step is traced.
-    """
-    trace, source = current_trace(), user_source()
-    if trace is None and any(isinstance(x, DTensor) for x in values):
-        raise TraceError(
-            f"px.ops.{function} {pattern!r} of a placed value, outside of a step",
-            fix=f"call it inside px.jit: px.jit(lambda x: px.ops.{function}(...))(x)",
-            source=source,
-        )
-    return None if trace is None or trace.region is not None else Call(trace, f"px.ops.{function} {pattern!r}", source)
 
 
 def _one(x: Tensors) -> torch.Tensor:

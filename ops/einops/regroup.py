@@ -11,7 +11,6 @@ does not keep it, and refuse to split a dim among several elementary axes.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,20 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrainx.core import torch_compat as tc
-from ptrainx.core.trace_context import TraceContext
-from ptrainx.mesh.placement import contiguous_strides
 from ptrainx.ops.einops.pattern import Groups, flat
+from ptrainx.ops.parts import Call, wrap
 
-__all__ = ["Call", "regroup", "strides_like"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of one of the functions: the running trace, how it is called in reports, and the user's line."""
-
-    trace: TraceContext
-    label: str
-    source: str
+__all__ = ["regroup"]
 
 
 def regroup(x: DTensor, left: Groups, right: Groups, sizes: dict[str, int], call: Call) -> Any:
@@ -83,21 +72,6 @@ class _Regroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return regroup(grad, *ctx.rest), None, None, None, None, None
-
-
-def wrap(local: torch.Tensor, device_mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
-    """A global value over a rank's part of it."""
-    spec = tc.make_spec(device_mesh, tuple(placements), torch.Size(shape), strides_like(local, shape), local.dtype)
-    return tc.wrap_local(local, spec)
-
-
-def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a global value whose parts are laid out as this one is."""
-    if local.is_contiguous():
-        return contiguous_strides(shape)
-    order = sorted(range(local.ndim), key=lambda dim: -local.stride()[dim])
-    dense = contiguous_strides([shape[dim] for dim in order])
-    return tuple(dense[order.index(dim)] for dim in range(local.ndim))
 
 
 def _splits(x: DTensor, left: Groups, right: Groups, sizes: dict[str, int]) -> tuple[dict[int, str], dict[int, str]]:

@@ -26,10 +26,10 @@ from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import default_mesh
 from ptrainx.ops.collectives.linear import Claim, apply, unreduced, varying
 from ptrainx.ops.collectives.region import Region
+from ptrainx.ops.constrain import place_inside
 from ptrainx.transforms.grad import any_differentiated
 from ptrainx.transforms.jit import JitFunction
 from ptrainx.transforms.outside import OutsideFunction
-from ptrainx.transforms.reshard import place_inside
 
 __all__ = ["ShardMapFunction", "shard_map"]
 
