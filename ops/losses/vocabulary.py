@@ -73,7 +73,8 @@ class Vocabulary:
         self.size, self.settings, self.call = size, settings, call
         self.dims = [i for i, p in enumerate(placements) if call is not None and p == Shard(dim)]
         self.region: Any = None if call is None else Region(call.trace, call.label, True)
-        self.axes: tuple[str, ...] = tuple(self.region.axis_names[i] for i in self.dims)
+        names = () if call is None else call.trace.mesh.axis_names
+        self.axes: tuple[str, ...] = tuple(names[i] for i in self.dims)
 
     def own(self, targets: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(the columns of targets among this rank's `width`, 0 where they are elsewhere; whether they are here)."""
