@@ -1,4 +1,4 @@
-"""What a step is made of: loops, attention, einops, tensor parallelism, losses, norms, random numbers, sharding rules."""
+"""What a step is made of: loops, attention, einops, parallel layers, losses, norms, random numbers, sharding rules."""
 
 from ptrainx.ops.accumulate import accumulate_grads
 from ptrainx.ops.attention import all_to_all_attention, ring_attention, unzigzag, zigzag

@@ -191,6 +191,7 @@ def _output(out: Any, axis: str, sequence_dim: int | None, call: Call) -> Partit
         raise SpecError(
             f"{call.label}: sequence_dim={sequence_dim} is no dim of the result",
             got=f"shape {tuple(out.shape)}",
+            expected=f"a dim from 0 to {out.ndim - 2}",
             source=call.source,
         )
     return _split(spec, sequence_dim % out.ndim, axis, out.ndim, call)

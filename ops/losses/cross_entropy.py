@@ -137,9 +137,13 @@ def settings_of(label: str, ignore_index: int, label_smoothing: float, z_loss: f
     if z_loss < 0:
         problems.append(f"z_loss={z_loss}, less than 0")
     if reduction not in REDUCTIONS:
-        problems.append(f"reduction={reduction!r}, not one of {', '.join(REDUCTIONS)}")
+        problems.append(f"no reduction={reduction!r}")
     if problems:
-        raise InputError(f"{label}: {'; '.join(problems)}", source=source)
+        raise InputError(
+            f"{label}: {'; '.join(problems)}",
+            expected=f"a label_smoothing in [0, 1], a z_loss of at least 0, reduction one of {', '.join(REDUCTIONS)}",
+            source=source,
+        )
     return Settings(label_smoothing, ignore_index, z_loss, label, source)
 
 
