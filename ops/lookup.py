@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ptrainx.ops.collectives import wire
 from ptrainx.ops.collectives.region import Region
-from ptrainx.ops.parts import Call, local_of, on_parts, refuse_second_derivative, wrap
+from ptrainx.ops.parts import Call, check_no_empty_parts, local_of, on_parts, refuse_second_derivative, wrap
 
 __all__ = ["look_up_rows"]
 
@@ -34,12 +34,13 @@ class _LookUp(torch.autograd.Function):
         ctx.call, ctx.placements, ctx.shape = call, tuple(table.placements), tuple(table.shape)
         ctx.tokens = tuple(tokens.placements)
         axes = [i for i, p in enumerate(table.placements) if p == Shard(0)]
+        check_no_empty_parts(call, "a table", table.shape[0], [table.device_mesh.shape[i] for i in axes])
         with on_parts(call):
             rows, ids = local_of(table), local_of(tokens)
             ctx.width = rows.shape[0]
             if axes:
                 region = Region(call.trace, call.label, True)
-                ids = ids - wire.own_place(region, [region.axis_names[i] for i in axes]) * rows.shape[0]
+                ids = ids - wire.own_start(region, [region.axis_names[i] for i in axes], table.shape[0])
             ctx.ids, ctx.elsewhere = ids, (ids < 0) | (ids >= rows.shape[0])
             found = torch.embedding(rows, ids.masked_fill(ctx.elsewhere, 0))
             found = found.masked_fill(ctx.elsewhere.unsqueeze(-1), 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,11 +16,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrainx.core import torch_compat as tc
-from ptrainx.core.errors import GradientError, TraceError
+from ptrainx.core.errors import GradientError, SpecError, TraceError
 from ptrainx.core.trace_context import TraceContext, current_trace, user_source
 from ptrainx.mesh.placement import contiguous_strides
 
-__all__ = ["Call", "local_of", "on_parts", "open_call", "refuse_second_derivative", "strides_like", "wrap"]
+__all__ = [
+    "Call",
+    "check_no_empty_parts",
+    "local_of",
+    "on_parts",
+    "open_call",
+    "refuse_second_derivative",
+    "strides_like",
+    "wrap",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +79,26 @@ def wrap(local: torch.Tensor, device_mesh: Any, placements: Sequence[Any], shape
     """A global value over a rank's part of it."""
     spec = tc.make_spec(device_mesh, tuple(placements), torch.Size(shape), strides_like(local, shape), local.dtype)
     return tc.wrap_local(local, spec)
+
+
+def check_no_empty_parts(call: Call, what: str, size: int, parts: Sequence[int]) -> None:
+    """Refuses a dim that is cut so unevenly, axis by axis, that a rank would have nothing of it.
+
+    Raises:
+        SpecError: it is.
+    """
+    left = size
+    for n in parts:
+        chunk = -(-left // n)
+        if chunk * (n - 1) >= left:
+            raise SpecError(
+                f"{call.label}: {what} of size {size} leaves a rank without any",
+                got=f"{' x '.join(map(str, parts))} parts",
+                expected="at least one on every rank",
+                fix=f"pad it to {math.prod(parts) * -(-size // math.prod(parts))}",
+                source=call.source,
+            )
+        left = chunk
 
 
 def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def column_parallel(
         [..., F], the last dim split over the axis.
 
     Raises:
-        SpecError: the weight is split over the axis along its rows; a dim that the axis does not divide; no such axis.
+        SpecError: the weight is split over the axis along its rows; no such axis.
 
     On plain values, and in the body of a `px.shard_map`, it is `x @ weight + bias`.
 
@@ -85,8 +85,7 @@ def row_parallel(
         [..., D].
 
     Raises:
-        SpecError: the weight is split over the axis along its columns; a dim that the axis does not divide; no such
-            axis.
+        SpecError: the weight is split over the axis along its columns; no such axis.
 
     On plain values, and in the body of a `px.shard_map`, it is `x @ weight + bias`.
 
@@ -123,8 +122,7 @@ def vocab_parallel_embedding(
         [..., D].
 
     Raises:
-        SpecError: the table is split over the axis along its columns; a dim that the axis does not divide; no such
-            axis.
+        SpecError: the table is split over the axis along its columns, or leaves a rank without rows; no such axis.
         GradientError: a second derivative.
 
     On plain values, and in the body of a `px.shard_map`, it is `torch.nn.functional.embedding`.

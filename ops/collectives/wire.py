@@ -15,7 +15,17 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.ops.collectives.operator import AXIS_INDEX, PPERMUTE
 from ptrainx.ops.collectives.region import Region
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "own_index", "own_part", "own_place", "permute", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "own_index",
+    "own_part",
+    "own_place",
+    "own_start",
+    "permute",
+    "reduce_scatter",
+]
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -89,6 +99,16 @@ def own_index(region: Region, axis: str) -> torch.Tensor:
         return AXIS_INDEX(place, axis, region.device)
     with tc.no_dispatch_modes():
         return tc.LocalTensor({rank: torch.tensor(i) for rank, i in place.items()})
+
+
+def own_start(region: Region, axes: Sequence[str], size: int) -> torch.Tensor:
+    """Where this rank's part of a dim begins, 0-d: a dim of this size, which the axes cut in chunks rounded up."""
+    size = -(-size // region.sizes[axes[0]])
+    start = own_index(region, axes[0]) * size
+    for axis in axes[1:]:
+        size = -(-size // region.sizes[axis])
+        start = start + own_index(region, axis) * size
+    return start
 
 
 def own_place(region: Region, axes: Sequence[str]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 
 from ptrainx.ops.collectives import wire
 from ptrainx.ops.collectives.region import Region
-from ptrainx.ops.parts import Call
+from ptrainx.ops.parts import Call, check_no_empty_parts
 
 __all__ = ["Settings", "Vocabulary", "wide"]
 
@@ -75,12 +75,14 @@ class Vocabulary:
         self.region: Any = None if call is None else Region(call.trace, call.label, True)
         names = () if call is None else call.trace.mesh.axis_names
         self.axes: tuple[str, ...] = tuple(names[i] for i in self.dims)
+        if call is not None:
+            check_no_empty_parts(call, "a vocabulary", size, [call.trace.mesh.shape[axis] for axis in self.axes])
 
     def own(self, targets: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(the columns of targets among this rank's `width`, 0 where they are elsewhere; whether they are here)."""
         columns = targets
         if self.axes:
-            columns = targets - wire.own_place(self.region, self.axes) * width
+            columns = targets - wire.own_start(self.region, self.axes, self.size)
         here = (columns >= 0) & (columns < width) & (targets != self.settings.ignore_index)
         return columns.masked_fill(~here, 0), here
 
