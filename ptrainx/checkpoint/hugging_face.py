@@ -75,7 +75,8 @@ def export_hf(folder: str | Path, tree: Any, *, max_shard_bytes: int = SHARD, ti
     shards = _shards(values, max_shard_bytes)
     meeting = Meeting(f"exporting to {folder}", timeout)
     with telling_failure(meeting):
-        problem, made = None, []
+        problem: str | None = None
+        made: list[Path] = []
         for shard in shards:
             problem = _export(folder, shard, names, values, meeting, problem, made)
         if problem is None and meeting.rank == 0:
@@ -133,7 +134,7 @@ def _export(
     problem: str | None,
     made: list[Path],
 ) -> str | None:
-    """Writes a file on rank 0, and adds it to `made`; what has gone wrong there, so that no rank is left alone in a gather."""
+    """Writes a file on rank 0, and adds it to `made`; returns what has gone wrong, for no rank may be left in a gather."""
     order = sorted(shard.leaves, key=lambda i: -values[i].dtype.itemsize)
     head, _ = header([(names[i], dtype_name(values[i].dtype), whole(values[i].shape)) for i in order])
     file: NewFile | None = None
