@@ -104,7 +104,7 @@ def _cheapest(i: int, operands: Sequence[DTensor], names: Sequence[Names], resul
     """The row along mesh dim i that moves the fewest elements; the first of equals."""
     n = operands[0].device_mesh.shape[i]
     now = [x.placements[i] for x in operands]
-    volumes = [math.prod(x._local_tensor.shape) for x in operands]
+    volumes = [_volume(x) for x in operands]
     volume = math.prod(sizes[name] for name in result)
 
     def cost(row: Row) -> float:
@@ -114,6 +114,15 @@ def _cheapest(i: int, operands: Sequence[DTensor], names: Sequence[Names], resul
         return moves + (2 * (n - 1) / n * volume if owed else 0)
 
     return min(_ways(now, names, result), key=cost)
+
+
+def _volume(x: DTensor) -> float:
+    """Elements of a rank's part: the same number on every rank, so that all choose alike where parts are uneven."""
+    return math.prod(x.shape) / math.prod(x.device_mesh.shape[i] for i, p in enumerate(x.placements) if _splits(p))
+
+
+def _splits(placement: Any) -> bool:
+    return isinstance(placement, Shard) or tc.is_strided_shard(placement)
 
 
 def _ways(now: Sequence[Any], names: Sequence[Names], result: Names) -> Iterator[Row]:
@@ -128,7 +137,7 @@ def _ways(now: Sequence[Any], names: Sequence[Names], result: Names) -> Iterator
     yield tuple(Replicate() for _ in now), Replicate()
 
 
-def _moved(old: Any, new: Any, local: int, n: int) -> float:
+def _moved(old: Any, new: Any, local: float, n: int) -> float:
     """Elements that a rank sends to bring an operand, of which it holds so many, from one placement to another."""
     if old == new or old.is_replicate():
         return 0.0
