@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import InputError
-from ptrainx.core.trace_context import TraceContext, current_trace, user_source
+from ptrainx.core.trace_context import TraceContext, current_trace, refuse_aside, user_source
 
 __all__ = ["debug_print", "held_prints", "release"]
 
@@ -47,6 +47,7 @@ def debug_print(template: str, *args: Any, **kwargs: Any) -> None:
     Raises:
         InputError: the template does not fit its arguments.
     """
+    refuse_aside("px.debug.print", "print the batch, before or after px.vmap")
     named = {**{f"_{i}": a for i, a in enumerate(args)}, **kwargs}
     try:
         template.format(*[0.0] * len(args), **dict.fromkeys(kwargs, 0.0))

@@ -47,11 +47,15 @@ from ptrainx.transforms import (
     eval_shape,
     from_module,
     grad,
+    hvp,
     jit,
+    jvp,
     remat,
     reshard,
     shard_map,
     value_and_grad,
+    vjp,
+    vmap,
 )
 
 __all__ = [
@@ -83,8 +87,10 @@ __all__ = [
     "from_module",
     "from_process_local",
     "grad",
+    "hvp",
     "initialize",
     "jit",
+    "jvp",
     "launch",
     "make_mesh",
     "match_rules",
@@ -112,6 +118,8 @@ __all__ = [
     "tree",
     "value_and_grad",
     "visualize_sharding",
+    "vjp",
+    "vmap",
 ]
 
 __version__ = "0.1.0"

@@ -20,7 +20,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import HostReadError, MutationError, TraceError
 from ptrainx.core.torch_compat_functorch import in_functorch
-from ptrainx.core.trace_context import TraceContext, user_source
+from ptrainx.core.trace_context import TraceContext, running_aside, user_source
 from ptrainx.mesh.mesh import AbstractMesh, Mesh
 from ptrainx.mesh.placement import contiguous_strides, trace_placements
 from ptrainx.mesh.transfer import same_mesh
@@ -138,7 +138,7 @@ class GlobalValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE:
+        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE or running_aside():
             return func(*args, **kwargs)
         self.trace.at_call(user_source(2))
         _refuse_functorch(self.trace)
@@ -226,7 +226,7 @@ class EagerValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE:
+        if getattr(func, "__name__", "") == "__get__" or func in _PASSIVE or running_aside():
             return func(*args, **kwargs)
         self.trace.origin = dataclasses.replace(self.trace.origin, source=user_source(2))
         _refuse_random(self.trace, func, args, kwargs)

@@ -21,9 +21,11 @@ import einops
 import optree
 import torch
 
+from ptrainx.core.errors import TraceError
 from ptrainx.core.remat_policies import Policy
 
 __all__ = [
+    "Aside",
     "Origin",
     "Remat",
     "TraceContext",
@@ -33,6 +35,8 @@ __all__ = [
     "no_open_grads",
     "one_more_grad",
     "open_grads",
+    "refuse_aside",
+    "running_aside",
     "user_source",
 ]
 
@@ -202,6 +206,42 @@ class TraceContext:
             self._calls += 1
             call = self._calls
         self.set_origin(dataclasses.replace(self.origin, source=source, call=call))
+
+
+@dataclasses.dataclass(eq=False)
+class Aside:
+    """A function that a transform runs by itself, on fake tensors of its own: to the function no trace is running.
+
+    Attributes:
+        transform: that does so, as users call it.
+    """
+
+    transform: str
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, it runs."""
+        trace, aside = _current.set(None), _aside.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(trace)
+            _aside.reset(aside)
+
+
+_aside: contextvars.ContextVar[Aside | None] = contextvars.ContextVar("ptrainx_aside", default=None)
+
+
+def running_aside() -> Aside | None:
+    """The innermost function that runs by itself, or None."""
+    return _aside.get()
+
+
+def refuse_aside(name: str, fix: str) -> None:
+    """Raises TraceError if a function that runs by itself calls what it can't."""
+    aside = _aside.get()
+    if aside is not None:
+        raise TraceError(f"{name} inside {aside.transform}", source=user_source(2), fix=fix)
 
 
 def current_trace() -> TraceContext | None:

@@ -20,7 +20,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import InputError
 from ptrainx.core.remat_policies import Policy, everything_saveable, nothing_saveable
-from ptrainx.core.trace_context import current_trace
+from ptrainx.core.trace_context import current_trace, running_aside
 
 __all__ = ["checkpoint_name", "remat"]
 
@@ -55,6 +55,8 @@ def remat(fn: Callable[..., Any] | None = None, policy: Policy | str | None = No
         if trace is not None and tc.proxy_mode() is not None:
             with trace.rematerialized(chosen):
                 return fn(*args, **kwargs)
+        if running_aside() is not None:  # what is kept is up to a remat around that
+            return fn(*args, **kwargs)
         if chosen is everything_saveable or not _differentiated((args, kwargs)):
             return fn(*args, **kwargs)
         return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import TraceError
-from ptrainx.core.trace_context import current_trace, user_source
+from ptrainx.core.trace_context import current_trace, refuse_aside, user_source
 from ptrainx.mesh.mesh import ambient_mesh
 from ptrainx.mesh.partition_spec import PartitionSpec
 from ptrainx.mesh.placement import spec_of_placements
@@ -41,6 +41,7 @@ def reshard(tree: Any, specs: SpecTree) -> Any:
     """
     trace = current_trace()
     if trace is None:
+        refuse_aside("px.reshard", "reshard the batch before or after px.vmap: one example has no place on a mesh")
         return _outside(tree, specs)
     if trace.region is not None:
         raise TraceError(

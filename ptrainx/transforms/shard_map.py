@@ -17,7 +17,7 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import ShapeDtypeStruct, as_tensor, describe
 from ptrainx.core.errors import MeshError, SpecError, TraceError, TreeError
-from ptrainx.core.trace_context import TraceContext, current_trace, defined_at, user_source
+from ptrainx.core.trace_context import TraceContext, current_trace, defined_at, refuse_aside, user_source
 from ptrainx.mesh.mesh import AbstractMesh
 from ptrainx.mesh.partition_spec import P, PartitionSpec, axes_of
 from ptrainx.mesh.per_shard import relation
@@ -129,6 +129,7 @@ class ShardMapFunction:
 
     def _outside(self, args: tuple) -> Any:
         """The call outside of any jit: a jitted step of its own."""
+        refuse_aside(f"{self.name} is shard_mapped, and called", "call it around px.vmap, or write the batch dim out")
         leaves, treedef = px_tree.flatten(args)
         if tc.FakeTensor in set(map(type, leaves)):
             return self._shapes(args)
