@@ -198,13 +198,14 @@ class Batched:
         self.constants = list(example.constants.values())
         n = len(leaves)
 
+        # None says that a result does not depend on the example, which torch checks.
+        outs: Any = tuple(out_axes)
+
         def one(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             run = _Replay(example.graph, dict(zip(names, given[n:])), name)
             return tuple(run.run(*given[:n]))
 
-        vmapped = torch.vmap(
-            one, in_dims=(*in_axes, *[None] * len(names)), out_dims=tuple(out_axes), randomness="error"
-        )
+        vmapped = torch.vmap(one, in_dims=(*in_axes, *[None] * len(names)), out_dims=outs, randomness="error")
         with _alone(example.mode), torch.no_grad(), _explained(name, user_source()):
             fakes = [torch.empty(v.shape, dtype=v.dtype) for v in (*leaves, *self.constants)]
             self.graph = make_fx(lambda *given: list(vmapped(*given)), tracing_mode="real")(*fakes)

@@ -165,7 +165,8 @@ class _Run:
                     fix="return (value, aux), or leave out has_aux",
                     source=user_source(),
                 )
-            value, self.aux = out if has_aux else (out, None)
+            value, aux = out if has_aux else (out, None)
+            self.aux: Any = aux
             found, self.out_tree = px_tree.flatten_with_path(value)
             made = [as_tensor(leaf) if trace is None else trace.as_global(leaf) for _, leaf in found]
             self.outputs = [
