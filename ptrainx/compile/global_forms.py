@@ -17,6 +17,7 @@ from ptrainx.compile.instance_norm import instance_norm
 from ptrainx.compile.loss_forms import gaussian_nll_loss
 from ptrainx.compile.mean_losses import cross_entropy, nll_loss
 from ptrainx.compile.quantiles import quantile
+from ptrainx.mesh.placement import uneven_axes
 
 __all__ = ["GLOBAL_FORMS", "PER_SHARD_FORMS", "batch_norm", "prelu", "set_item"]
 
@@ -73,10 +74,10 @@ def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def set_item(value: torch.Tensor, index: Any, new: Any) -> None:
     """`value[index] = new`. Where the index picks from a sharded dim, there is no view to write through: the value is
-    gathered, written and split again. So is one whose sum is owed, which is paid first."""
+    gathered, written and split again. So is one with a dim that is cut unevenly, and one whose sum is owed."""
     placements = value.placements if isinstance(value, DTensor) else ()
-    owed = any(p.is_partial() for p in placements)
-    if not owed and not any(_picks(index, p.dim % value.ndim) for p in placements if isinstance(p, Shard)):
+    moves = any(p.is_partial() for p in placements) or (isinstance(value, DTensor) and uneven_axes(value))
+    if not moves and not any(_picks(index, p.dim % value.ndim) for p in placements if isinstance(p, Shard)):
         T.__setitem__(value, index, new)
         return
     assert isinstance(value, DTensor)
