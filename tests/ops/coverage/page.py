@@ -22,7 +22,7 @@ FAMILIES = {
     "layers": layers.CASES,
 }
 COUNTS = Path(__file__).parent / "counts"
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "ops.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "operators.md"
 KINDS = ("equal", "refused", "wrong")
 
 INTRODUCTION = """# Operators
@@ -36,7 +36,7 @@ as a sum whose addends are not zero. Every cell is compared with one device, on 
 dims of 8 and of 4 are cut unevenly, into 3, 3, 2 and 2, 2, 0. The tests run a part of the cells in real processes, and
 on the other backends.
 
-`python -m tests.ops.coverage` runs the table, and writes this page.
+`python -m tests.ops.coverage` runs the table, and writes this page; with `--new` it runs what has been added to it.
 
 """
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import ptrainx as px
 from tests.ops.coverage.driver import Cell, Outcome, run_cells
-from tests.ops.coverage.page import FAMILIES
+from tests.ops.coverage.page import FAMILIES, PAGE, counts_file, page_text
 from tests.ops.coverage.placements import MESHES, cells_of
 from tests.support.pool import Pool
 
@@ -54,3 +56,14 @@ def run_in_processes() -> list[str]:
 
 def test_every_family_in_real_processes(pool: Pool) -> None:
     assert pool.run(run_in_processes, 2) == [[], []]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_counts_every_case_and_none_is_wrong(family: str) -> None:
+    for axes in MESHES:
+        file = counts_file(family, axes)
+        if file.exists():
+            cases = json.loads(file.read_text())["cases"]
+            assert list(cases) == [case.name for case in FAMILIES[family]], "python -m tests.ops.coverage --new"
+            assert [name for name, kinds in cases.items() if "wrong" in kinds or not kinds] == []
+    assert PAGE.read_text() == page_text(), "python -m tests.ops.coverage --page"
