@@ -63,10 +63,8 @@ def page_text() -> str:
         INTRODUCTION
         + "## Counts\n\n"
         + _summary(runs)
-        + "\n## Placements that were run\n\nAt most so many a case; combinations are chosen so that every placement of "
-        "each argument is among the first ones.\n\n"
-        + _limits(runs)
-        + "".join(_family(family, runs) for family in FAMILIES)
+        + "\n## Placements that were run\n\nAt most so many a case; they are chosen so that each argument's "
+        "placements vary.\n\n" + _limits(runs) + "".join(_family(family, runs) for family in FAMILIES)
     )
 
 

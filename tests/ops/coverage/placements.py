@@ -29,7 +29,10 @@ Specs = tuple[P, ...]
 
 
 def specs_of(value: torch.Tensor, axes: Sequence[str]) -> list[P]:
-    """Every spec of a value: over each axis it is replicated, split along a dim, or owed as a sum."""
+    """Every spec of a value: over each axis it is replicated, split along a dim, or owed as a sum.
+
+    Over several axes the order is a shuffled one, so that the first few differ on each axis.
+    """
     dims = [d for d in range(value.ndim) if value.shape[d] > 1]
     ways: list[Any] = [None, *dims]
     if value.is_floating_point():
@@ -40,7 +43,10 @@ def specs_of(value: torch.Tensor, axes: Sequence[str]) -> list[P]:
             tuple(axis for axis, way in zip(axes, choice) if way == d and way != "owed") for d in range(value.ndim)
         ]
         found.append(P(*entries, unreduced=tuple(axis for axis, way in zip(axes, choice) if way == "owed")))
-    return found
+    if len(axes) == 1:
+        return found
+    step = next(k for k in range(round(0.6 * len(found)), 0, -1) if math.gcd(k, len(found)) == 1)
+    return [found[(i + 1) * step % len(found)] for i in range(len(found))]
 
 
 def cells_of(case: Case, mesh: str, limit: int | None = None) -> list[Specs]:
