@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrainx.compile.instance_norm import instance_norm
+from ptrainx.compile.lookups import embedding_bag
 from ptrainx.compile.loss_forms import gaussian_nll_loss
 from ptrainx.compile.mean_losses import cross_entropy, nll_loss
 from ptrainx.compile.quantiles import quantile
@@ -102,6 +103,7 @@ GLOBAL_FORMS: dict[Any, Callable[..., Any]] = {
     F.nll_loss: nll_loss,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.instance_norm: instance_norm,
+    F.embedding_bag: embedding_bag,
     F.prelu: prelu,
     torch.quantile: quantile,
     T.quantile: quantile,

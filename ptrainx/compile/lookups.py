@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.trace_context import TraceContext
 from ptrainx.mesh.placement import contiguous_strides, uneven_axes
 
-__all__ = ["LOOKUPS", "look_up"]
+__all__ = ["LOOKUPS", "embedding_bag", "look_up"]
 
 LOOKUPS = {torch.ops.aten.embedding.default}
 
@@ -44,6 +45,21 @@ def look_up(table: Any, indices: Any, trace: TraceContext) -> DTensor:
         found = torch.embedding(rows, local)
     shape = (*indices.shape, table.shape[1])
     return tc.wrap_local(found, tc.make_spec(mesh, outs, torch.Size(shape), contiguous_strides(shape), table.dtype))
+
+
+def embedding_bag(input: torch.Tensor, weight: torch.Tensor, *args: Any, mode: str = "mean", **kwargs: Any) -> Any:
+    """`torch.nn.functional.embedding_bag`; sums and means of rows of equal length are written as such.
+
+    torch merges the dims of the indices, and has no way to gather what is split along both.
+    """
+    shares = kwargs.get("per_sample_weights")
+    others = any(value not in (None, False, 2.0) for name, value in kwargs.items() if name != "per_sample_weights")
+    if args or others or input.ndim != 2 or mode not in ("sum", "mean"):
+        return F.embedding_bag(input, weight, *args, mode=mode, **kwargs)
+    rows = F.embedding(input, weight)
+    if shares is not None:
+        rows = rows * shares.unsqueeze(-1)
+    return rows.sum(1) if mode == "sum" else rows.mean(1)
 
 
 def _at(value: Any, axis: int) -> Any:
