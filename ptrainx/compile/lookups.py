@@ -47,15 +47,16 @@ def look_up(table: Any, indices: Any, trace: TraceContext) -> DTensor:
     return tc.wrap_local(found, tc.make_spec(mesh, outs, torch.Size(shape), contiguous_strides(shape), table.dtype))
 
 
-def embedding_bag(input: torch.Tensor, weight: torch.Tensor, *args: Any, mode: str = "mean", **kwargs: Any) -> Any:
+def embedding_bag(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """`torch.nn.functional.embedding_bag`; sums and means of rows of equal length are written as such.
 
     torch merges the dims of the indices, and has no way to gather what is split along both.
     """
-    shares = kwargs.get("per_sample_weights")
-    others = any(value not in (None, False, 2.0) for name, value in kwargs.items() if name != "per_sample_weights")
-    if args or others or input.ndim != 2 or mode not in ("sum", "mean"):
-        return F.embedding_bag(input, weight, *args, mode=mode, **kwargs)
+    mode, shares = kwargs.get("mode", "mean"), kwargs.get("per_sample_weights")
+    others = [value for name, value in kwargs.items() if name not in ("mode", "per_sample_weights")]
+    unusual = any(isinstance(value, torch.Tensor) or value not in (None, False, 2.0) for value in others)
+    if args or unusual or input.ndim != 2 or mode not in ("sum", "mean"):
+        return F.embedding_bag(input, weight, *args, **kwargs)
     rows = F.embedding(input, weight)
     if shares is not None:
         rows = rows * shares.unsqueeze(-1)
