@@ -134,7 +134,7 @@ def _export(
     problem: str | None,
     made: list[Path],
 ) -> str | None:
-    """Writes a file on rank 0, and adds it to `made`; returns what has gone wrong, for no rank may be left in a gather."""
+    """Writes a file on rank 0, and adds it to `made`; returns what went wrong, for no rank may be left in a gather."""
     order = sorted(shard.leaves, key=lambda i: -values[i].dtype.itemsize)
     head, _ = header([(names[i], dtype_name(values[i].dtype), whole(values[i].shape)) for i in order])
     file: NewFile | None = None
