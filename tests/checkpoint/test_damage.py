@@ -136,6 +136,7 @@ HOSTILE = {
     "a very deep path": (("leaves", 0, "path"), [["index", 0]] * 1000, "at most 256"),
     "another step": (("step",), 2, "another step"),
     "a metric that is none": (("metric",), "x", "metric"),
+    "a metric that no float holds": (("metric",), 10**400, "metric"),
 }
 
 
@@ -212,7 +213,7 @@ def test_a_changed_manifest_is_refused_or_read_and_nothing_else(real, data):
             continue
     try:
         manifest = parse_manifest(json.dumps(record).encode(), 1)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, CheckpointError):  # the last of a later version
         return
     for tensor in manifest.tensors:
         assert sum(chunk.box.size for chunk in tensor.chunks) == torch.Size(tensor.shape).numel()
