@@ -210,7 +210,7 @@ class _Entry(NamedTuple):
 
     def __call__(self, which: str, x: Any, placements: tuple[Placement, ...]) -> Any:
         spec = spec_of_placements(placements, self.trace.mesh.axis_names, x.ndim)
-        check_spec(spec, self.trace.mesh, x.shape, f"px.ops.{self.name}: {which}")
+        check_spec(spec, self.trace.mesh, x.shape, f"px.ops.{self.name}: {which}", even=True)
         with tc.DisableTorchFunction():
             if tuple(x.placements) != placements:
                 with self.trace.marked(asked=False, reason=f"px.ops.{self.name} takes {which} at {spec}"):
