@@ -105,7 +105,7 @@ def over_experts(
             params,
         )
     with region.active():
-        out, aux = body(*inside, own, Ranks(n, batch * length, axes))
+        out, aux = body(inside[0], inside[1], own, Ranks(n, batch * length, axes))
         _check_result(name, region, out, axes, source)
     with trace.marked(source=source):
         whole = region.to_global(out, tokens_at, (groups, *out.shape[1:]))
