@@ -171,13 +171,36 @@ def origin_of(node: Node) -> Origin:
 
 
 def alias_roots(graph: Graph) -> dict[Node, int]:
-    """Each tensor node's storage: nodes with one number share memory."""
-    roots = {}
+    """Each tensor node's storage: nodes with one number share memory.
+
+    A view shares that of what it is of, though its value need not say so: a pass may have put another node in its place.
+    """
+    roots: dict[Node, int] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             roots[node] = tc.storage_id(value)
+    for node in list(roots):
+        base = _viewed(node)
+        if base in roots and roots[base] != roots[node]:
+            old, new = roots[node], roots[base]
+            for other in [n for n, root in roots.items() if root == old]:
+                roots[other] = new
     return roots
+
+
+def _viewed(node: Node) -> Any:
+    """What a node is a view of; None for one that is no view, or need not be one."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    schema = getattr(made.target, "_schema", None)
+    if schema is None or not schema.arguments or not made.args or schema.name in _MAY_COPY:
+        return None
+    alias = schema.arguments[0].alias_info
+    views = alias is not None and not alias.is_write and schema.returns and schema.returns[0].alias_info is not None
+    return made.args[0] if views and isinstance(made.args[0], Node) else None
+
+
+_MAY_COPY = {"aten::reshape", "aten::contiguous", "aten::to", "aten::flatten"}
 
 
 def keeps_more(node: Node) -> bool:

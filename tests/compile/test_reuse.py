@@ -72,3 +72,16 @@ def test_the_donated_buffer_holds_the_result():
     addresses = {p.to_local().data_ptr(), m.to_local().data_ptr()}
     p, m = px.jit(update, mesh=mesh, donate_argnums=(0, 1))(p, m, g)
     assert {p.to_local().data_ptr(), m.to_local().data_ptr()} == addresses
+
+
+def test_a_view_of_what_is_computed_once_for_several_readers_is_not_overwritten() -> None:
+    """Equal values become one, whose views belong to different readers."""
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        places = [torch.arange(4.0) for _ in range(3)]
+        return places[0].unsqueeze(1) * 5 + x, places[1].unsqueeze(1) * 9 + x, places[2] + x
+
+    x = torch.ones(4, 4)
+    got = px.jit(step, mesh=px.make_mesh(data=1, simulate=True))(x)
+    for a, b in zip(px.device_get(got), step(x)):
+        assert torch.equal(a, b)
