@@ -173,7 +173,7 @@ def origin_of(node: Node) -> Origin:
 def alias_roots(graph: Graph) -> dict[Node, int]:
     """Each tensor node's storage: nodes with one number share memory.
 
-    A view shares that of what it is of, though its value need not say so: a pass may have put another node in its place.
+    A view shares that of what it is of, though its value need not say so: passes put one node in another one's place.
     """
     roots: dict[Node, int] = {}
     for node in graph.nodes:
