@@ -142,7 +142,7 @@ def prune(arguments: argparse.Namespace) -> int:
     for name in ("keep", "every", "best"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise InputError(f"--{name} is less than 1", got=str(value))
+            raise InputError(f"--{name} is less than 1", got=str(value), expected="a positive integer")
     folder = _folder(arguments.folder)
     found = {s.step: s.manifest for s in summaries(folder) if s.manifest is not None}
     metrics = {step: m.metric for step, m in found.items() if m.metric is not None}

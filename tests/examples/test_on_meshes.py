@@ -1,0 +1,12 @@
+"""The examples' models on a mesh of two axes; `python -m tests.examples.on_meshes` runs them on every mesh."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.examples.on_meshes import MESHES, MODELS, check
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_one_device(name: str) -> None:
+    check(name, next(axes for axes in MESHES[name] if len(axes) == 2))
