@@ -49,6 +49,8 @@ def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict,
             raise RuntimeError(f"{func} of a dim that is cut unevenly")
         if func in _FILLS and any(p.is_partial() for p in args[0].placements):
             raise RuntimeError(f"{func} would give every addend of a sum that is owed the whole value")
+        if _number_beside_sum(func, args):
+            raise RuntimeError(f"{func} of a sum that is owed and a number")
         out = run(func, args, kwargs)
         if func not in _VIEWS or not (_strided(args[0]) and _strided(out)):
             return out
@@ -68,6 +70,23 @@ def run_somewhere(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict,
 def _operands(args: tuple, kwargs: dict) -> list[DTensor]:
     arguments: Any = (args, kwargs)
     return [leaf for leaf in optree.tree_leaves(arguments) if isinstance(leaf, DTensor)]
+
+
+def _number_beside_sum(func: Any, args: tuple) -> bool:
+    """Whether an owed sum meets a number in a place for tensors, as in `x.sum() + 0.1`, but for a factor.
+
+    torch 2.13 takes such a number for a 0-d tensor when it looks up what it decided for a call before, and gives both
+    calls the answer of the first: every rank adds the number to its addend, or the tensor counts as a number.
+    """
+    if not any(i < len(args) and isinstance(args[i], (int, float, complex)) for i in _places_for_tensors(func)):
+        return False
+    owed = [p for x in _operands(args, {}) for p in x.placements if p.is_partial()]
+    return bool(owed) and not (func in _SCALES and all(p.is_partial("sum") or p.is_partial("avg") for p in owed))
+
+
+@functools.cache
+def _places_for_tensors(func: Any) -> tuple[int, ...]:
+    return tuple(i for i, formal in enumerate(func._schema.arguments) if str(formal.type) == "Tensor")
 
 
 def _takes_uneven_parts(func: Any, args: tuple) -> bool:
@@ -101,6 +120,12 @@ def _keeps_uneven_dims(value: Any, size: Any) -> bool:
     return True
 
 
+_SCALES = (
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.div.Tensor,
+    torch.ops.aten.div_.Tensor,
+)
 _NOT_OURS = "got mixed torch.Tensor and DTensor"
 
 # torch 2.13 runs these on every addend of a sum; `1 - x` of a sum may come as a fill, too.
