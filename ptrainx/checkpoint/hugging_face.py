@@ -243,7 +243,10 @@ def _match(folder: Path, wanted: Sequence[Target], names: Sequence[str], where: 
         elif shape != target.shape or code != DTYPES[target.dtype].code:
             problems.append(f"{name}: {code}{list(shape)} in the files, like has {target.text}")
     if problems:
-        raise CheckpointMismatchError(f"{folder} does not fit like:\n    " + "\n    ".join(problems))
+        raise CheckpointMismatchError(
+            f"{folder} does not fit like:\n    " + "\n    ".join(problems),
+            fix="pass like= with the names, shapes and dtypes of the files",
+        )
 
 
 def _read(target: Target, name: str, file: Any) -> Any:

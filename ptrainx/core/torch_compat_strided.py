@@ -2,6 +2,9 @@
 
 torch's own gathering works out the order of the rows with index tensors, which a trace would carry into every step, and
 sizes with tensors that a trace can't read. Where the rows divide evenly the order is a transposition.
+
+To weigh the ways in which an operator may run, torch plans each redistribution of a strided shard by a search over all
+placements, which on a mesh of three axes takes minutes an operator. Here its price is that of gathering what differs.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed._local_tensor import enabled_local_tensor_mode
 from torch.distributed.tensor import _utils
+from torch.distributed.tensor._collective_utils import MeshTopoInfo, allgather_cost, spec_to_bytes
+from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -41,12 +46,31 @@ def make_strided_shards_traceable() -> Callable[[], None]:
     _StridedShard.local_shard_size_and_offset = _outside_of_traces(measured)  # type: ignore[method-assign]
     _utils._compute_local_shape_and_global_offset = _outside_of_traces(offset)
 
+    price = utils.redistribute_cost
+    utils.redistribute_cost = lambda current, target: _cost(price, current, target)
+
     def undo() -> None:
+        utils.redistribute_cost = price
         _utils._compute_local_shape_and_global_offset = offset
         _StridedShard._to_replicate_tensor = original  # type: ignore[method-assign]
         _StridedShard.local_shard_size_and_offset = measured  # type: ignore[method-assign]
 
     return undo
+
+
+def _cost(price: Callable[[Any, Any], float], current: Any, target: Any) -> float:
+    """The price of a redistribution in torch's units; of strided shards without a plan."""
+    pairs = [*zip(current.placements, target.placements)]
+    if not any(isinstance(p, _StridedShard) for pair in pairs for p in pair) or current.mesh != target.mesh:
+        return price(current, target)
+    topology = MeshTopoInfo.build_from_mesh(current.mesh)
+    gigabytes = spec_to_bytes(current) / current.num_shards / 2**30
+    total = 0.0
+    for axis, (now, then) in enumerate(pairs):
+        if now != then and not now.is_replicate():
+            gigabytes *= current.mesh.size(axis)
+            total += allgather_cost(gigabytes, topology, axis)
+    return total
 
 
 def _outside_of_traces(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from ptrainx.core import tree as px_tree
+from ptrainx.core.avals import as_tensor
 from ptrainx.core.errors import TraceError
 from ptrainx.core.trace_context import current_trace, refuse_aside, user_source
 from ptrainx.mesh.mesh import ambient_mesh
@@ -63,6 +64,8 @@ def _outside(tree: Any, specs: SpecTree) -> Any:
     leaves, treedef = px_tree.flatten(tree)
     if ambient_mesh() is None and current_world().size == 1 and not any(isinstance(leaf, DTensor) for leaf in leaves):
         spread(specs, tree)
+        for leaf in leaves:
+            as_tensor(leaf).detach()  # what was donated, or is no value, is refused
         return tree
     refuse_differentiated(leaves, "px.reshard")
     mesh = default_mesh(leaves)
