@@ -47,8 +47,7 @@ def gpt(axes: dict[str, int]) -> Case:
     def loss(params: Any, batch: Any) -> torch.Tensor:
         return example.model.mean_loss(px.reshard(params, used), batch, config, place)
 
-    batch = tuple(torch.randint(256, (8, 16), generator=torch.Generator().manual_seed(i)) for i in range(2))
-    return Case(loss, (params, batch), (stored, _rows(axes, "data", "zero")))
+    return Case(loss, (params, _text(16)), (stored, _rows(axes, "data", "zero")))
 
 
 def _split(spec: P, value: torch.Tensor, axes: dict[str, int]) -> P:
@@ -71,26 +70,56 @@ def vit(axes: dict[str, int]) -> Case:
     return Case(loss, (params, batch), (example.specs(params, axes), _rows(axes, "data")))
 
 
-MODELS: dict[str, Callable[[dict[str, int]], Case]] = {"gpt": gpt, "vit": vit}
+def moe(axes: dict[str, int]) -> Case:
+    """The GPT with experts: `data` and `expert` split the batch, `expert` the experts, `model` the heads."""
+    example = load_example("moe/moe_gpt.py")
+    config = example.Config(width=16, layers=2, heads=4, context=16)
+    params = example.init(px.random.key(0), config)
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        return example.loss(params, batch, config, axes)[0]
+
+    return Case(loss, (params, _text(16)), (example.specs(params, axes), example.rows(axes)))
+
+
+def long_context(axes: dict[str, int]) -> Case:
+    """The GPT on long windows: `data` splits the batch, `model` the heads, `seq` the sequence."""
+    example = load_example("long_context/long_context.py")
+    config = example.Config(width=16, layers=2, heads=4, context=32, chunk=64)
+    params = example.init(px.random.key(0), config)
+    loss = lambda params, batch: example.loss(params, batch, config, axes)  # noqa: E731
+    return Case(loss, (params, _text(32)), (example.specs(params, axes), _rows(axes, "data")))
+
+
+def _text(length: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randint(256, (8, length), generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+
+MODELS: dict[str, Callable[[dict[str, int]], Case]] = {
+    "gpt": gpt,
+    "vit": vit,
+    "moe": moe,
+    "long_context": long_context,
+}
 """Each gives its case for a mesh."""
 
+
+def _meshes(first: str, second: str, third: str) -> list[dict[str, int]]:
+    axes = (first, second, third)
+    pairs = [(first, second), (second, third), (first, third)]
+    return [
+        {first: 1},
+        *({axis: n} for n in (2, 4) for axis in axes),
+        *(dict.fromkeys(pair, 2) for pair in pairs),
+        dict.fromkeys(axes, 2),
+    ]
+
+
 MESHES: dict[str, list[dict[str, int]]] = {
-    "gpt": [
-        {"data": 1},
-        *({axis: n} for n in (2, 4) for axis in ("data", "model", "zero")),
-        {"data": 2, "model": 2},
-        {"zero": 2, "model": 2},
-        {"data": 2, "zero": 2},
-        {"data": 2, "zero": 2, "model": 2},
-    ],
-    "vit": [
-        {"data": 1},
-        *({axis: n} for n in (2, 4) for axis in ("data", "model", "seq")),
-        {"data": 2, "model": 2},
-        {"data": 2, "seq": 2},
-        {"model": 2, "seq": 2},
-        {"data": 2, "model": 2, "seq": 2},
-    ],
+    "gpt": _meshes("data", "zero", "model"),
+    "vit": _meshes("data", "model", "seq"),
+    "moe": [axes if "expert" in axes else axes | {"expert": 1} for axes in _meshes("data", "expert", "model")],
+    "long_context": _meshes("data", "model", "seq"),
 }
 """Meshes of 1, 2, 4, 2x2 and 2x2x2 devices, each axis in its turn."""
 
