@@ -185,15 +185,6 @@ def test_ptrainx_run(text, alone, tmp_path):
     assert lines[-1]["val_loss"] == pytest.approx(reference[-1]["val_loss"], rel=2e-5)
 
 
-def test_torchrun(text, at_first, tmp_path):
-    arguments = [*TINY, "--data", text, "--steps", 0, "--out", tmp_path / "run"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    program(*launcher, "examples/gpt/train.py", *arguments)
-    lines, parameters = results(tmp_path / "run")
-    assert (lines[0]["world"], lines[0]["mesh"]) == (2, {"data": 2})
-    assert [path for path, tensor in parameters.items() if not tensor.equal(at_first[1][path])] == []
-
-
 def test_time_is_up(pool, text, tmp_path):
     pool.run(run, 2, ["--data", text, "--steps", 1000, "--minutes", 1e-6, "--out", tmp_path])
     lines, _ = results(tmp_path)

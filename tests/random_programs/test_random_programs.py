@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import math
-
 import hypothesis
 import pytest
 import torch
@@ -18,7 +16,7 @@ from tests.random_programs.check import Tally, check, run_seed
 from tests.random_programs.programs import Program, programs
 from tests.support.pool import Pool
 
-IN_THE_SUITE = 25
+IN_THE_SUITE = 15
 
 
 @pytest.mark.parametrize("seed", [100])
@@ -57,12 +55,11 @@ def on_ranks(seed: int, count: int, axes: dict[str, int], expected: list[tuple[t
     return wrong
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}])
-def test_real_processes(pool: Pool, axes: dict[str, int]) -> None:
+def test_real_processes(pool: Pool) -> None:
+    axes = {"data": 2}
     expected = [program(*program.args()) for program in drawn(200, 30) if program.mesh == axes]
     assert len(expected) >= 3
-    ranks = math.prod(axes.values())
-    assert pool.run(on_ranks, ranks, 200, 30, axes, expected) == [[]] * ranks
+    assert pool.run(on_ranks, 2, 200, 30, axes, expected) == [[], []]
 
 
 def test_a_program_that_departs_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
