@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed
 
 venv: $(STAMP)
 
-# torch comes first and pinned, so that no other requirement can choose another build of it.
+# torch comes first and pinned, so that no other requirement can choose another build of it. What is imported is compiled
+# when it is; most of what is installed never is.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("ptrainx needs Python 3.11 or later: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
 train: $(STAMP)

@@ -59,6 +59,7 @@ def grouped_matmul(x: Any, w: Any, sizes: Any) -> Any:
         raise InputError(
             f"px.ops.grouped_matmul: {', and '.join(problems)}",
             got=f"x {describe(x)}, w {describe(w)}, sizes {describe(sizes)}",
+            expected="x [rows, d] and w [groups, d, f] of one floating-point dtype, sizes [groups] of integers",
             source=source,
         )
     ends = sizes.cumsum(0)

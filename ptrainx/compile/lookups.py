@@ -34,17 +34,28 @@ def look_up(table: Any, indices: Any, trace: TraceContext) -> DTensor:
     with trace.marked(asked=False, reason="operands of aten.embedding.default"):
         rows, local = _local(table, tables), _local(indices, ids)
     if Shard(0) in tables:
-        place: Any = 0
-        for i, placement in enumerate(tables):
-            if placement == Shard(0):
-                place = place * mesh.size(i) + mesh.get_coordinate()[i]
-        own = local - place * rows.shape[0]
+        own = local - _first_row(mesh, [i for i, p in enumerate(tables) if p == Shard(0)], rows)
         elsewhere = (own < 0) | (own >= rows.shape[0])
         found = torch.embedding(rows, own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
     else:
         found = torch.embedding(rows, local)
     shape = (*indices.shape, table.shape[1])
     return tc.wrap_local(found, tc.make_spec(mesh, outs, torch.Size(shape), contiguous_strides(shape), table.dtype))
+
+
+def _first_row(mesh: Any, axes: list[int], rows: torch.Tensor) -> Any:
+    """The number of a rank's first row; in the eager backend, where one process plays all ranks, that of each."""
+    coordinates = mesh.get_coordinate()
+
+    def first(rank: int | None) -> int:
+        place = 0
+        for i in axes:
+            place = place * mesh.size(i) + tc.number_of_rank(coordinates[i], rank)
+        return place * int(rows.shape[0])
+
+    if not isinstance(rows, tc.LocalTensor):
+        return first(None)
+    return tc.LocalTensor({rank: torch.tensor(first(rank)) for rank in rows._local_tensors})
 
 
 def embedding_bag(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -66,6 +66,7 @@ __all__ = [
     "no_dispatch",
     "no_dispatch_modes",
     "no_proxy",
+    "number_of_rank",
     "numeric_defaults",
     "proxy_mode",
     "proxy_tracer",
@@ -144,6 +145,12 @@ def make_spec(device_mesh: Any, placements: tuple, shape: Any, stride: tuple, dt
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, cls: Any = DTensor, requires_grad: bool = False) -> Any:
     """A DTensor over a local tensor, without the checks of `DTensor.from_local` and without the empty constructor."""
     return cls.__new__(cls, local, spec, requires_grad=requires_grad)
+
+
+def number_of_rank(value: Any, rank: int | None) -> int:
+    """A number that each rank has its own of, as a `LocalTensor` mode gives it; None says that there is one rank."""
+    numbers = getattr(getattr(value, "node", None), "_local_ints", None)
+    return int(value) if numbers is None or rank is None else int(numbers[rank])
 
 
 def take_shape_in_place(func: Any, args: Any, kwargs: Any, value: DTensor) -> Any:

@@ -61,7 +61,6 @@ def run_all(axes: dict[str, int], backend: str) -> list[str]:
 @pytest.mark.parametrize(
     ("axes", "backend"),
     [
-        ({"data": 2, "model": 1}, "graph"),
         ({"data": 1, "model": 2}, "graph"),
         ({"data": 2, "model": 2}, "graph"),
         ({"data": 2, "model": 1}, "eager"),
