@@ -46,11 +46,12 @@ def make_strided_shards_traceable() -> Callable[[], None]:
     _StridedShard.local_shard_size_and_offset = _outside_of_traces(measured)  # type: ignore[method-assign]
     _utils._compute_local_shape_and_global_offset = _outside_of_traces(offset)
 
-    price = utils.redistribute_cost
-    utils.redistribute_cost = lambda current, target: _cost(price, current, target)
+    weighing: Any = utils
+    price = weighing.redistribute_cost
+    weighing.redistribute_cost = lambda current, target: _cost(price, current, target)
 
     def undo() -> None:
-        utils.redistribute_cost = price
+        weighing.redistribute_cost = price
         _utils._compute_local_shape_and_global_offset = offset
         _StridedShard._to_replicate_tensor = original  # type: ignore[method-assign]
         _StridedShard.local_shard_size_and_offset = measured  # type: ignore[method-assign]
