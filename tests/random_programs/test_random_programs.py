@@ -16,7 +16,7 @@ from tests.random_programs.check import Tally, check, run_seed
 from tests.random_programs.programs import Program, programs
 from tests.support.pool import Pool
 
-IN_THE_SUITE = 15
+IN_THE_SUITE = 10
 
 
 @pytest.mark.parametrize("seed", [100])
