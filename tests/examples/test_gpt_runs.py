@@ -165,16 +165,6 @@ def first_steps(arguments):
     return {px.tree.path_str(path): leaf for path, leaf in pairs}, losses
 
 
-def test_eight_simulated_devices_in_one_process(pool, text, alone, tmp_path):
-    options = ["--mesh", "data=4,model=2", "--simulate", "--data", text, "--steps", STEPS, "--out", tmp_path]
-    pool.run(run, 1, options, timeout=240)
-    ours, reference = results(tmp_path)[0], results(alone[0])[0]
-    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in reference], rel=2e-5)
-    assert ours[-1]["val_loss"] == pytest.approx(reference[-1]["val_loss"], rel=2e-5)
-    assert (ours[0]["world"], ours[0]["mesh"]) == (1, {"data": 4, "model": 2})
-    assert ours[0]["comm_bytes"] > 0
-
-
 def test_ptrainx_run(text, alone, tmp_path):
     arguments = [*TINY, "--data", text, "--steps", STEPS, "--out", tmp_path / "run"]
     output, _ = program("-m", "ptrainx.cli", "run", "-n", 2, "examples/gpt/train.py", *arguments)

@@ -182,15 +182,15 @@ FEW = ["mlp, sequence", "embedding, sequence", "chunked", "rms norm, width"]
 
 @pytest.mark.parametrize(
     ("axes", "names"),
-    [({"data": 2, "model": 2}, list(ROWS)), ({"data": 1, "model": 4}, FEW[1:3]), ({"data": 1, "model": 2}, FEW[::3])],
-    ids=["2x2", "4", "2"],
+    [({"data": 2, "model": 2}, list(ROWS)), ({"data": 1, "model": 4}, FEW[1:3])],
+    ids=["2x2", "4"],
 )
 def test_values_and_gradients_are_those_of_one_device(axes, names):
     check(px.make_mesh(axes, simulate=True), names)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("world", "data", "names"), [(2, 1, FEW), (4, 2, FEW[1:3])], ids=["2", "2x2"])
+@pytest.mark.parametrize(("world", "data", "names"), [(2, 1, FEW)], ids=["2"])
 def test_values_and_gradients_of_processes(pool, world, data, names):
     pool.run(on_real_ranks, world, {"data": data, "model": 2}, names)
 
