@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test check bench venv clean
+.PHONY: train test test-all check bench venv clean
 
 venv: $(STAMP)
 
@@ -22,6 +22,10 @@ train: $(STAMP)
 
 # Two workers, a file of tests at a time; each has one pool of processes for tests of real worlds.
 test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+
+# Also the tests that take tens of seconds each and that others back up.
+test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)

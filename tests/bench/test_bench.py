@@ -21,6 +21,7 @@ from tests.bench.roster import ROSTER, Contender, missing
 RIGHT = (4.0, 3.0)
 
 
+@pytest.mark.long
 def test_the_small_model_gives_the_losses_that_every_framework_gives() -> None:
     # What DistributedDataParallel, FSDP2 and JAX all come to from these initial values.
     first, last = 6.98799, 1.66825

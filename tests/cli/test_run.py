@@ -170,6 +170,7 @@ def test_a_lost_peer_is_not_shown_beside_the_cause(tmp_path: Path, capfd: pytest
     assert len(lines) <= 6
 
 
+@pytest.mark.long
 def test_the_same_script_runs_under_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = write(tmp_path, SUM)
     assert main(["run", "-n", "2", script]) == 0

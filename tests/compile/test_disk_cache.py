@@ -211,6 +211,7 @@ def test_two_processes_compile_one_program_at_a_time(filled: Path, pool: Pool) -
     assert third == (1, 0)
 
 
+@pytest.mark.long
 def test_machine_code_that_has_changed_is_made_again(filled: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     shutil.copytree(filled, folder)

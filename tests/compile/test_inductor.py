@@ -194,6 +194,7 @@ def train(steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_device_does(pool: Pool) -> None:
     state, want = gpt_state(), []
     for _ in range(3):

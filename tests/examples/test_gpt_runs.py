@@ -165,6 +165,7 @@ def first_steps(arguments):
     return {px.tree.path_str(path): leaf for path, leaf in pairs}, losses
 
 
+@pytest.mark.long
 def test_ptrainx_run(text, alone, tmp_path):
     arguments = [*TINY, "--data", text, "--steps", STEPS, "--out", tmp_path / "run"]
     output, _ = program("-m", "ptrainx.cli", "run", "-n", 2, "examples/gpt/train.py", *arguments)

@@ -119,6 +119,7 @@ def _on_real_ranks(n: int) -> Any:
 
 
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.long
 def test_in_processes(pool: Any, n: int) -> None:
     for found in pool.run(_on_real_ranks, n, n):
         _check(found)

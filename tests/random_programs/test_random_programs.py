@@ -55,6 +55,7 @@ def on_ranks(seed: int, count: int, axes: dict[str, int], expected: list[tuple[t
     return wrong
 
 
+@pytest.mark.long
 def test_real_processes(pool: Pool) -> None:
     axes = {"data": 2}
     expected = [program(*program.args()) for program in drawn(200, 30) if program.mesh == axes]

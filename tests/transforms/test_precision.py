@@ -303,6 +303,7 @@ def on_real_ranks() -> list[Any]:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_two_processes_send_what_comms_says(pool):
     forms = [(policy, name) for name in ("replicated", "in columns") for policy in BFLOATS]
     for results in pool.run(on_real_ranks, 2):
