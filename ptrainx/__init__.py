@@ -4,7 +4,21 @@ A step is a pure function, state is a pytree, placement is a partition spec on a
 one graph. Start with `make_mesh`, `jit` and `value_and_grad`; the README has a complete program.
 """
 
-from ptrainx import checkpoint, data, debug, errors, mesh, observe, ops, optim, random, runtime, testing, tree
+from ptrainx import (
+    checkpoint,
+    data,
+    debug,
+    errors,
+    mesh,
+    observe,
+    ops,
+    optim,
+    random,
+    runtime,
+    schedules,
+    testing,
+    tree,
+)
 from ptrainx.compile.timeline import Hardware, Link
 from ptrainx.core import remat_policies as checkpoint_policies
 from ptrainx.core.avals import ShapeDtypeStruct
@@ -111,6 +125,7 @@ __all__ = [
     "reshard",
     "runtime",
     "scan",
+    "schedules",
     "shard_map",
     "shutdown",
     "spec_of",

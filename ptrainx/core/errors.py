@@ -13,6 +13,7 @@
     ├── DonationError        a donated value was used again, or one buffer was donated twice
     ├── AgreementError       ranks that disagree about the program, or never came
     ├── PassError            a pass of the compiler changed a result
+    ├── ScheduleError        a pipeline's schedule that can't be run
     ├── HyperparameterError  an optimizer or schedule setting out of range
     ├── DataError            a data source that is missing, empty or malformed
     ├── CheckpointError      a checkpoint that can't be written or found; a rank that died while one was written
@@ -43,6 +44,7 @@ __all__ = [
     "PassError",
     "PtrainxError",
     "RandomnessError",
+    "ScheduleError",
     "SpecError",
     "TraceError",
     "TreeError",
@@ -118,6 +120,9 @@ class AgreementError(PtrainxError, RuntimeError): ...
 
 
 class PassError(PtrainxError, RuntimeError): ...
+
+
+class ScheduleError(PtrainxError, ValueError): ...
 
 
 class HyperparameterError(PtrainxError, ValueError): ...

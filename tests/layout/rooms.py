@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
-SHORTHANDS = {"debug", "errors", "random", "testing", "tree"}
+SHORTHANDS = {"debug", "errors", "random", "schedules", "testing", "tree"}
 """Modules at the top that gather names for users; no room imports them."""
 
 
