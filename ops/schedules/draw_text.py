@@ -29,8 +29,7 @@ def draw_text(timeline: Timeline, rank_of_stage: Sequence[int], heading: str) ->
         line = [" "] * width
         for span in had:
             start, end = round(span.start * scale), round(span.end * scale)
-            label = labels[span.action]
-            line[start:end] = (label + "-" * (end - start))[: end - start - 1] + " " * (end > start)
+            line[start:end] = _cell(labels[span.action], end - start)
         lines.append(f"{name:<{len(names[-1])}} |{''.join(line)}| idle {bubble:.1%}")
     return "\n".join([heading, *lines, *legend(timeline, rank_of_stage), *summary(timeline)])
 
@@ -57,6 +56,13 @@ def summary(timeline: Timeline) -> list[str]:
     if any(timeline.peak_pending):
         lines.append(f"weight gradients that wait, by rank: {' '.join(map(str, timeline.peak_pending))}")
     return lines
+
+
+def _cell(label: str, columns: int) -> str:
+    """A label in so many columns, with a gap after it; where it does not fit, its first letter throughout."""
+    if columns < len(label):
+        return label[0] * columns
+    return label if columns == len(label) else f"{label:-<{columns - 1}} "
 
 
 def _number(span: Span, rank_of_stage: Sequence[int]) -> str:

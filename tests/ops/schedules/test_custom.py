@@ -8,7 +8,20 @@ import pytest
 
 import ptrainx as px
 from ptrainx.ops.schedules import registry
-from ptrainx.schedules import ZBV, Custom, GPipe, Interleaved1F1B, OneFOneB, Table, ZeroBubble, get, names, register
+from ptrainx.schedules import (
+    ZBV,
+    Action,
+    Custom,
+    GPipe,
+    Interleaved1F1B,
+    OneFOneB,
+    Schedule,
+    Table,
+    ZeroBubble,
+    get,
+    names,
+    register,
+)
 
 
 def test_a_function_that_makes_lists():
@@ -75,6 +88,26 @@ def test_lists_are_validated_at_once():
 def test_options_that_are_none(options):
     with pytest.raises(px.errors.InputError, match=r"schedules\.Custom"):
         Custom(GPipe().actions, **options)
+
+
+class Backwards(Schedule):
+    """GPipe with the gradients of the last microbatch first."""
+
+    chunks = 1
+    name = "backwards"
+
+    def actions(self, num_ranks, num_microbatches):
+        ms = range(num_microbatches)
+        return [[Action(*a) for a in [*(("F", r, i) for i in ms), *(("B", r, i) for i in reversed(ms))]]
+                for r in range(num_ranks)]  # fmt: skip
+
+
+def test_a_class_of_ones_own():
+    table = Backwards().table(3, 4)
+    assert table.rank_of_stage == (0, 1, 2)
+    # The last microbatch's forward ends last, and its gradient follows at once: GPipe's makespan.
+    assert table.timeline().makespan == GPipe().table(3, 4).timeline().makespan
+    assert Backwards().visualize(3, 4).startswith("backwards: 3 ranks, 4 microbatches\n")
 
 
 def test_names_of_ours():

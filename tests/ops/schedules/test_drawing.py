@@ -82,6 +82,15 @@ def test_titles_are_escaped():
     assert "<a> & b: 1 ranks, 1 microbatches" in [text.text for text in root.iter(f"{SVG}text")]
 
 
+def test_text_of_many_microbatches_has_no_numbers_and_still_shows_what_is_idle():
+    rows = OneFOneB().visualize(2, 2000).splitlines()[1:3]
+    first, second = (row.partition("|")[2].rpartition("|")[0] for row in rows)
+    assert len(first) == len(second) == 2000
+    assert set(first) <= set("FB ")
+    assert (first + second).count(" ") <= 8
+    assert 600 < second.count("F") < 734
+
+
 @pytest.mark.parametrize("format", ["text", "svg"])
 @pytest.mark.parametrize("durations", [{"forward": 0.0, "backward": 0.0}, {"forward": 1e-6, "backward": 5e3}])
 def test_durations_of_any_size(format, durations):
