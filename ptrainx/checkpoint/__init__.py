@@ -1,9 +1,24 @@
 """Checkpoints: pytrees on disk, each rank its part, there whole or not at all, restored on any mesh."""
 
 from ptrainx.checkpoint.async_save import SaveHandle, save_async
-from ptrainx.checkpoint.hugging_face import export_hf, import_hf
+from ptrainx.checkpoint.foreign.export_hugging_face import export_hf
+from ptrainx.checkpoint.foreign.hugging_face import hf_shapes, import_hf
+from ptrainx.checkpoint.foreign.registry import register_adapter
+from ptrainx.checkpoint.foreign.tables import Architecture, Row
 from ptrainx.checkpoint.manager import Manager
 from ptrainx.checkpoint.restore import restore
 from ptrainx.checkpoint.save import save
 
-__all__ = ["Manager", "SaveHandle", "export_hf", "import_hf", "restore", "save", "save_async"]
+__all__ = [
+    "Architecture",
+    "Manager",
+    "Row",
+    "SaveHandle",
+    "export_hf",
+    "hf_shapes",
+    "import_hf",
+    "register_adapter",
+    "restore",
+    "save",
+    "save_async",
+]

@@ -218,15 +218,20 @@ def lock_folder(path: Path) -> int | None:
 class ReadFolder:
     """A folder held open for reading.
 
+    Args:
+        path: of the folder.
+        links: whether it and the files in it may be symbolic links, as in the caches of other tools.
+
     Raises:
         CheckpointDamageError: what should be a folder or a regular file is none.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, links: bool = False):
         self.path = path
+        self._links = links
         self._open: dict[str, int] = {}
         try:
-            self._fd = os.open(path, _FOLDER)
+            self._fd = os.open(path, _FOLDER & ~os.O_NOFOLLOW if links else _FOLDER)
         except OSError as error:
             raise CheckpointDamageError(f"{path} can't be read: {error.strerror}") from error
 
@@ -244,7 +249,7 @@ class ReadFolder:
 
     def size(self, name: str) -> int:
         """Bytes of a regular file."""
-        return self._checked(name, lambda: os.stat(name, dir_fd=self._fd, follow_symlinks=False)).st_size
+        return self._checked(name, lambda: os.stat(name, dir_fd=self._fd, follow_symlinks=self._links)).st_size
 
     def _checked(self, name: str, ask: Callable[[], os.stat_result]) -> os.stat_result:
         try:
@@ -283,7 +288,8 @@ class ReadFolder:
                 os.close(self._open.pop(next(iter(self._open))))
             try:
                 # Without O_NONBLOCK, opening a pipe would wait for a writer.
-                fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if self._links else os.O_NOFOLLOW)
+                fd = os.open(name, flags, dir_fd=self._fd)
             except OSError as error:
                 raise CheckpointDamageError(f"{self.path / name} can't be read: {error.strerror}") from error
             self._open[name] = fd

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrainx.checkpoint import paths, scalars
-from ptrainx.checkpoint.boxes import Piece, coords_of, local_shape, pieces, whole
+from ptrainx.checkpoint.boxes import Box, Piece, coords_of, inside, local_shape, pieces, whole
 from ptrainx.checkpoint.dtypes import dtype_name
 from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
@@ -28,7 +28,7 @@ from ptrainx.mesh.simulated import SimulatedDTensor, wrap_all
 from ptrainx.mesh.spec_tree import SpecTree, spread
 from ptrainx.mesh.transfer import check_usable, default_mesh, device_put
 
-__all__ = ["Need", "Target", "Targets", "targets"]
+__all__ = ["Need", "Target", "Targets", "fill", "targets"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,3 +233,20 @@ def _as_placed(path: paths.TypedPath, leaf: DTensor, where: str) -> Target:
 
 def _wrap(locals_: list[torch.Tensor], spec: Any, simulated: bool) -> Any:
     return wrap_all(locals_, spec) if simulated else tc.wrap_local(locals_[0], spec)
+
+
+def fill(target: Target, dtype: torch.dtype, read: Callable[[Box, torch.Tensor], None]) -> list[torch.Tensor]:
+    """The local tensors that a leaf needs; `read` fills a place with a box of its value, once for equal boxes."""
+    done: dict[Box, torch.Tensor] = {}
+    found = []
+    for need in target.needs:
+        local = torch.empty(need.shape, dtype=dtype)
+        for piece in need.pieces:
+            place = local[inside(piece.box, piece.box.offset, piece.local)]
+            if piece.box in done:
+                place.copy_(done[piece.box])
+            else:
+                read(piece.box, place)
+                done[piece.box] = place
+        found.append(local)
+    return found
