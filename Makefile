@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all check bench venv clean
+.PHONY: train test test-all test-hf check bench venv clean
 
 venv: $(STAMP)
 
@@ -27,6 +27,11 @@ test: $(STAMP)
 # Also the tests that take tens of seconds each and that others back up.
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The example models through transformers itself, which is installed for it: both ways, equal logits.
+test-hf: $(STAMP)
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[hf]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.with_transformers
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -154,9 +154,8 @@ def _stored(leaves: Sequence[Readable], known: Table | None) -> list[_Stored]:
         mapped = _mapped(leaf, known, problems)
         for part in () if mapped is None else mapped.parts:
             sources.setdefault(part.name, []).append((leaf, part))
-    if problems or known is None:
-        found = [name for name, given in sources.items() if len(given) > 1]
-        problems += [f"{name}: a name for several leaves" for name in found if known is None]
+    if known is None:
+        problems += [f"{name}: a name for several leaves" for name, given in sources.items() if len(given) > 1]
     else:
         problems += [text for name, shape in known.names().items() if (text := _untiled(name, shape, sources[name]))]
     if problems:

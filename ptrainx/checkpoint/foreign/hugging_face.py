@@ -99,9 +99,9 @@ def hf_shapes(
 
     >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_positions": 1024, "n_layer": 12}
     >>> hf_shapes(config)["layers"][0]["q"]
-    ShapeDtypeStruct(f32[768,768])
+    f32[768,768]
     >>> hf_shapes(config, stacked=True, joined=True)["layers"]["qkv"]
-    ShapeDtypeStruct(f32[12,768,2304])
+    f32[12,768,2304]
     """
     known = table_of(config_of(model), adapter)
     form = {"stacked": stacked, "joined": joined}
@@ -228,9 +228,10 @@ def _unlike(part: Any, target: Target, files: WeightFiles, known: Table | None) 
     stored = files.tensors[name]
     if target.shape is None or not target.dtype:
         return f"{where}: like has {target.text}, which is no tensor"
+    if known is not None and stored.shape != part.stored:
+        return f"{where}: {stored} in the files, the config has {list(part.stored)}"
     if stored.shape != part.stored or stored.code != DTYPES[target.dtype].code:
-        of = "" if known is None else f" of a model that has {list(part.stored)} there"
-        return f"{where}: {stored} in the files, like has {target.text}{of}"
+        return f"{where}: {stored} in the files, like has {target.text}"
     return ""
 
 

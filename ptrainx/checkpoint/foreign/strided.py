@@ -14,8 +14,8 @@ from ptrainx.checkpoint.dtypes import bytes_of
 
 __all__ = ["read_box", "row_major"]
 
-PAGE = 4096
-"""Bytes between two runs of a part up to which they are read with the runs: a disk would read them anyway."""
+GAP = 1024
+"""Bytes between two runs of a part up to which they are read with the runs: to ask for each run would take longer."""
 SPAN = 64 << 20
 """Bytes that are held at once of a part that is not read straight to its place."""
 
@@ -55,7 +55,7 @@ def read_box(read_into: ReadInto, begin: int, strides: Sequence[int], box: Box, 
     straight = [(stride, n) for stride, n in zip(row_major(box.shape), box.shape) if n > 1]
     if wide == straight and target.is_contiguous():
         read_into(start, bytes_of(target))
-    elif not wide or (span * itemsize <= SPAN and _widest_gap(wide) * itemsize <= PAGE):
+    elif not wide or (span * itemsize <= SPAN and _widest_gap(wide) * itemsize <= GAP):
         held = torch.empty(span, dtype=target.dtype)
         read_into(start, bytes_of(held))
         target.copy_(held.as_strided(box.shape, strides))
