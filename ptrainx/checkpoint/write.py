@@ -46,7 +46,7 @@ from ptrainx.checkpoint.safetensors_file import header
 from ptrainx.checkpoint.values import Contents, alike
 from ptrainx.core.errors import CheckpointDamageError, CheckpointError
 
-__all__ = ["Job", "write_step"]
+__all__ = ["Job", "agree", "write_step"]
 
 
 class Job(NamedTuple):
@@ -82,7 +82,7 @@ def write_step(job: Job, meeting: Meeting) -> Path:
         CheckpointError: on every rank, whichever has failed; what it had written is removed.
     """
     with telling_failure(meeting), _as_checkpoint_errors(meeting):
-        _agree(job, meeting)
+        agree(f"step {job.step}", job.contents, meeting)
         if meeting.rank == 0:
             return _lead(job, meeting)
         (name,) = meeting.gather("folder", [0])
@@ -108,17 +108,17 @@ def _as_checkpoint_errors(meeting: Meeting) -> Iterator[None]:
         ) from error
 
 
-def _agree(job: Job, meeting: Meeting) -> None:
-    """Makes sure that all ranks save the same tree."""
+def agree(what: str, held: Contents, meeting: Meeting) -> None:
+    """Makes sure that all ranks save the same tree, and the same thing."""
     if meeting.size == 1:
         return
-    leaves = alike(job.contents)
+    leaves = alike(held)
     digest = hashlib.sha256("\n".join(leaves).encode("utf-8", "surrogatepass")).hexdigest()
-    meeting.post("tree", [job.step, digest])
-    same = [record == [job.step, digest] for record in meeting.gather("tree")]
+    meeting.post("tree", [what, digest])
+    same = [record == [what, digest] for record in meeting.gather("tree")]
     if all(same):
         return
-    meeting.post("leaves", [f"step {job.step}", *leaves])
+    meeting.post("leaves", [what, *leaves])
     other = same.index(False) if meeting.rank == 0 else 0 if not same[0] else same.index(False)
     ours, theirs = meeting.gather("leaves", [meeting.rank, other])
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))

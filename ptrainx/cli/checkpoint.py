@@ -1,4 +1,5 @@
-"""`ptrainx checkpoint`: what is in a folder of checkpoints, whether it is intact, how two differ, what may go.
+"""`ptrainx checkpoint`: what is in a folder of checkpoints, whether it is intact, how two differ, what may go; and
+steps written for other tools.
 
 In: the arguments of a subcommand. Out: tables on standard output, and an exit status: 0, or 1 where something is
 damaged (`verify`) or differs (`diff`).
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from ptrainx.checkpoint import paths, scalars, steps
 from ptrainx.checkpoint.examine import StepSummary, differences, find_step, summaries, verify_step
+from ptrainx.checkpoint.foreign.convert import step_to_dcp, step_to_hf
 from ptrainx.checkpoint.manager import kept
 from ptrainx.checkpoint.manifest import Leaf, Manifest
 from ptrainx.checkpoint.match import saved_text
@@ -27,7 +29,7 @@ from ptrainx.core.errors import CheckpointError, InputError
 from ptrainx.mesh.axes import axes_text
 from ptrainx.mesh.partition_spec import P
 
-__all__ = ["COMMANDS", "diff", "ls", "prune", "show", "size_text", "verify"]
+__all__ = ["COMMANDS", "diff", "export", "ls", "prune", "show", "size_text", "verify"]
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -137,6 +139,26 @@ def diff(arguments: argparse.Namespace) -> int:
     return 1 if count else 0
 
 
+def export(arguments: argparse.Namespace) -> int:
+    """Writes a step for other tools."""
+    if arguments.to == "dcp" and (arguments.config is not None or arguments.max_shard_bytes is not None):
+        given = "--config" if arguments.config is not None else "--max-shard-bytes"
+        raise InputError(f"{given} is for --to hf", got="--to dcp", fix=f"leave {given} out")
+    size = arguments.max_shard_bytes
+    if size is not None and size < 1:
+        raise InputError("--max-shard-bytes is less than 1", got=str(size), expected="a positive integer")
+    path, step = find_step(arguments.path, arguments.step)
+    with OpenStep(path, step) as opened:
+        if arguments.to == "dcp":
+            out = step_to_dcp(opened, arguments.out, tree=arguments.tree)
+        else:
+            more = {} if size is None else {"max_shard_bytes": size}
+            out = step_to_hf(opened, arguments.out, tree=arguments.tree, config=arguments.config, **more)
+    files = [file.stat().st_size for file in out.iterdir()]
+    print(f"step {step}: {size_text(sum(files))} in {len(files)} file{'s' * (len(files) != 1)} in {out}")
+    return 0
+
+
 def prune(arguments: argparse.Namespace) -> int:
     """Removes the steps of a folder that no rule keeps; damaged ones stay."""
     for name in ("keep", "every", "best"):
@@ -190,6 +212,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": show,
     "verify": verify,
     "diff": diff,
+    "export": export,
     "prune": prune,
 }
 """The subcommands; `checkpoint_options.py` has their arguments."""

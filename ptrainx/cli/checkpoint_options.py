@@ -12,7 +12,9 @@ def add_checkpoint(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], run: Callable[[argparse.Namespace], int]
 ) -> None:
     """Adds the command with its subcommands; `run` gets the arguments, the subcommand's name in `action`."""
-    parser = commands.add_parser("checkpoint", help="look at checkpoints, verify and prune them", allow_abbrev=False)
+    parser = commands.add_parser(
+        "checkpoint", help="look at checkpoints, verify, export, prune them", allow_abbrev=False
+    )
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, (add, text) in _ACTIONS.items():
         action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
@@ -40,6 +42,15 @@ def _diff(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=name.upper(), help="a step's folder, or a folder of steps: its newest")
 
 
+def _export(parser: argparse.ArgumentParser) -> None:
+    _one(parser)
+    parser.add_argument("out", metavar="OUT", help="the folder to write, best a new one")
+    parser.add_argument("--to", choices=("hf", "dcp"), required=True, help="safetensors files, or PyTorch's DCP")
+    parser.add_argument("--tree", default="", metavar="PATH", help="which part of the tree, such as params")
+    parser.add_argument("--config", metavar="FILE", help="a model's config.json: names as transformers has them")
+    parser.add_argument("--max-shard-bytes", type=int, metavar="N", help="of a safetensors file (default 5 GB)")
+
+
 def _prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="of steps")
     parser.add_argument("--keep", type=int, metavar="N", required=True, help="how many of the newest stay")
@@ -54,5 +65,6 @@ _ACTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "show": (_show, "show the tree of a step"),
     "verify": (_one, "read steps whole, and tell what is not as it was written"),
     "diff": (_diff, "tell in which leaves two steps differ"),
+    "export": (_export, "write a step for other tools"),
     "prune": (_prune, "remove old steps"),
 }

@@ -6,6 +6,7 @@ one whole tensor of the files, and the parts that it is put together from.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -17,7 +18,7 @@ import torch
 
 from ptrainx.checkpoint.boxes import Box, inside, whole
 from ptrainx.checkpoint.dtypes import DTYPES, bytes_of, dtype_name
-from ptrainx.checkpoint.files import NewFile, make_folder, remove_file, sync_folder, write_file
+from ptrainx.checkpoint.files import NewFile, make_folder, remove_file, sync_folder
 from ptrainx.checkpoint.foreign.hugging_face import CONFIG, config_of, dotted, near_names, slashed
 from ptrainx.checkpoint.foreign.registry import table_of
 from ptrainx.checkpoint.foreign.safetensors_reader import INDEX, SINGLE
@@ -129,20 +130,24 @@ def write_weights(
     if config is not None and found is not None and known is not None:
         record = _config(found, known, stored)
     meeting = Meeting(f"exporting to {folder}", timeout)
-    with telling_failure(meeting):
-        problem: str | None = None
-        made: list[Path] = []
-        for file, own in files.items():
-            problem = _write(folder, file, own, meeting, problem, made)
-        if problem is None and meeting.rank == 0:
-            problem = _finish(folder, files, record, made)
-        if problem is not None:
-            for path in made:
+    made: list[Path] = []
+    try:
+        with telling_failure(meeting):
+            problem: str | None = None
+            for file, own in files.items():
+                problem = _write(folder, file, own, meeting, problem, made)
+            if problem is None and meeting.rank == 0:
+                problem = _finish(folder, files, record, made)
+            meeting.post("problem", problem)
+            (told,) = meeting.gather("problem", [0])
+            if told is not None:
+                problem = f"{meeting.what}: rank 0 can't write"
+                raise CheckpointError(problem, got=told, fix="export into an empty folder")
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):
                 remove_file(path)
-        meeting.post("problem", problem)
-        (told,) = meeting.gather("problem", [0])
-        if told is not None:
-            raise CheckpointError(f"{meeting.what}: rank 0 can't write", got=told, fix="export into an empty folder")
+        raise
     return folder
 
 
@@ -228,28 +233,28 @@ def _write(
     """Writes a file on rank 0, and adds it to `made`; returns what went wrong, for no rank may be left in a gather."""
     head, _ = header([(tensor.name, dtype_name(tensor.dtype), whole(tensor.shape)) for tensor in stored])
     file: NewFile | None = None
-    try:
-        if meeting.rank == 0 and problem is None:
-            make_folder(folder, parents=True)
-            file = NewFile(folder / name)
-            made.append(folder / name)
-            file.write(head)
-    except OSError as error:
-        problem = f"{type(error).__name__}: {error}"
-    for tensor in stored:
-        value = _assembled(tensor)
-        meeting.beat()
+    with contextlib.ExitStack() as stack:
         try:
-            if file is not None and problem is None:
-                file.write(bytes_of(value))
+            if meeting.rank == 0 and problem is None:
+                make_folder(folder, parents=True)
+                file = stack.enter_context(NewFile(folder / name))
+                made.append(folder / name)
+                file.write(head)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
-    if file is not None:
-        with file:
+        for tensor in stored:
+            value = _assembled(tensor)
+            meeting.beat()
             try:
-                file.sync()
+                if file is not None and problem is None:
+                    file.write(bytes_of(value))
             except OSError as error:
-                problem = problem or f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {error}"
+        try:
+            if file is not None and problem is None:
+                file.sync()
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
     return problem
 
 
@@ -267,14 +272,20 @@ def _assembled(tensor: _Stored) -> torch.Tensor:
 def _finish(folder: Path, files: dict[str, list[_Stored]], record: bytes | None, made: list[Path]) -> str | None:
     try:
         if record is not None:
-            write_file(folder / CONFIG, record)
-            made.append(folder / CONFIG)
+            _new(folder / CONFIG, record, made)
         if len(files) > 1:
             total = sum(tensor.nbytes for own in files.values() for tensor in own)
             where = {tensor.name: file for file, own in files.items() for tensor in own}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-            write_file(folder / INDEX, json.dumps(index, indent=2).encode())
+            _new(folder / INDEX, json.dumps(index, indent=2).encode(), made)
         sync_folder(folder)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _new(path: Path, data: bytes, made: list[Path]) -> None:
+    with NewFile(path) as file:
+        made.append(path)
+        file.write(data)
+        file.sync()

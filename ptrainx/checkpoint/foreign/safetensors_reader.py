@@ -101,7 +101,8 @@ class WeightFiles:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointDamageError(f"{self.path / INDEX} is no index: {error!r}", fix=AGAIN) from error
         for file in found:
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
+            if not plain or not file.endswith(".safetensors"):
                 problem = f"{self.path / INDEX} names a file that is none of the folder's: {file!r}"
                 raise CheckpointDamageError(problem, fix=AGAIN)
         return dict(sorted(found.items()))
