@@ -201,6 +201,9 @@ def test_pickles_call_nothing(tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Evil()}))
     with pytest.raises(CheckpointDamageError, match=r"(?s)not the metadata.*names posix.mkdir"):
         import_dcp(folder, {"w": torch.ones(2)})
+    (folder / ".metadata").write_bytes(b"\x80\x04r\xff\xff\xff\xff.")
+    with pytest.raises(CheckpointDamageError, match="asks for more memory than the file is long"):
+        import_dcp(folder, {"w": torch.ones(2)})
     folder = save({"w": Evil()}, tmp_path / "d")
     with pytest.raises(CheckpointDamageError, match="w is no plain value"):
         import_dcp(folder, {"w": 3})

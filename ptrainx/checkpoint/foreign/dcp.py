@@ -115,7 +115,7 @@ class DcpFiles:
             return torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:  # whatever bytes may lead a pickle to
             raise CheckpointDamageError(
-                f"{self.path / part.file}: {name} is no plain value", got=str(error).splitlines()[0], fix=AGAIN
+                f"{self.path / part.file}: {name} is no plain value", got=(str(error) or repr(error)).splitlines()[0], fix=AGAIN
             ) from error
 
 

@@ -1,16 +1,13 @@
 """What a distributed checkpoint of PyTorch (DCP) says of itself: its file `.metadata`, read without belief.
 
-The file is a pickle, by PyTorch's definition. A pickle may name any function to be called; here only the classes of
-DCP's metadata are known, each stands for a plain record, and whatever else is named ends the reading. Of the records
-only what fits is taken.
+The file is a pickle, by PyTorch's definition. Only the classes of DCP's metadata may be named in it, and each stands
+for a plain record; of the records only what fits is taken.
 
 Source: `torch/distributed/checkpoint/metadata.py` and `filesystem.py`; format version 1.0.0.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +16,7 @@ import torch
 
 from ptrainx.checkpoint.boxes import Box, tiling_problem
 from ptrainx.checkpoint.dtypes import DTYPES, dtype_name
+from ptrainx.checkpoint.foreign.pickles import read_pickle
 from ptrainx.core.errors import CheckpointDamageError
 
 __all__ = ["METADATA", "DcpObject", "DcpPart", "DcpTensor", "read_metadata"]
@@ -87,18 +85,7 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
     ("pathlib", "WindowsPath"): _Record,
     ("pathlib", "PurePosixPath"): _Record,
 }
-"""The names that a metadata file may have, and what they stand for here; dtypes of torch besides."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """A reader of pickles that makes records, tuples, dicts and dtypes, and calls nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) not in _KNOWN:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is none of DCP's metadata")
-        return _KNOWN[module, name]
+"""The names that a metadata file may have, and what they stand for here."""
 
 
 def read_metadata(data: bytes, folder: Path) -> dict[str, DcpTensor | DcpObject]:
@@ -112,13 +99,13 @@ def read_metadata(data: bytes, folder: Path) -> dict[str, DcpTensor | DcpObject]
         CheckpointDamageError: it is no such file, or it contradicts itself.
     """
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
+        found = read_pickle(data, _KNOWN)
         places = {_key(index.state): _place(info.state) for index, info in found["storage_data"].items()}
         return {str(name): _entry(name, record, places) for name, record in found["state_dict_metadata"].items()}
-    except Exception as error:  # whatever bytes may lead a pickle to
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointDamageError(
             f"{folder / METADATA} is not the metadata of a distributed checkpoint",
-            got=f"{type(error).__name__}: {error}",
+            got=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
             fix=AGAIN,
         ) from error
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from ptrainx.checkpoint.foreign.pickles import read_pickle
 from ptrainx.checkpoint.foreign.strided import row_major
 from ptrainx.core.errors import CheckpointError
 
@@ -101,31 +101,6 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes a `_View` of the record of a tensor, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        known = {
-            ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
-            ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_as,
-            ("torch._utils", "_rebuild_parameter"): _parameter,
-            ("collections", "OrderedDict"): dict,
-            ("torch.storage", "UntypedStorage"): None,
-            **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
-        }
-        if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a tensor")
-        return known[module, name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, key, _, _ = pid
-        if kind != "storage" or not isinstance(key, str) or not isinstance(dtype, torch.dtype | None):
-            raise pickle.UnpicklingError("a storage expected")
-        return _Storage(dtype, key)
-
-
 def _rebuilt(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None) -> _View:
     return _rebuilt_as(storage, offset, shape, strides, grad, hooks, None, metadata)
 
@@ -142,6 +117,24 @@ def _rebuilt_as(
 def _parameter(data: Any, grad: Any, hooks: Any) -> Any:
     del grad, hooks
     return data
+
+
+_KNOWN: Mapping[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_as,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("collections", "OrderedDict"): dict,
+    ("torch.storage", "UntypedStorage"): None,
+    **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
+}
+"""What the record of a tensor may name, and what it stands for here."""
+
+
+def _storage(pid: Any) -> _Storage:
+    kind, dtype, key, _, _ = pid
+    if kind != "storage" or not isinstance(key, str) or not isinstance(dtype, torch.dtype | None):
+        raise ValueError("a storage expected")
+    return _Storage(dtype, key)
 
 
 def saved_tensor(read_into: Callable[[int, memoryview], None], begin: int, size: int) -> SavedTensor:
@@ -165,15 +158,13 @@ def saved_tensor(read_into: Callable[[int, memoryview], None], begin: int, size:
                 if small.compress_type != zipfile.ZIP_STORED:
                     raise ValueError("it is compressed")
                 small.CRC = small.CRC or None  # type: ignore[assignment]  # 0: checksums were not asked for
-            view = _Unpickler(io.BytesIO(archive.read(record))).load()
+            view = read_pickle(archive.read(record), _KNOWN, _storage)
             if "byteorder" in entries and archive.read(entries["byteorder"])[:8] != b"little":
                 raise ValueError("it was written on a big-endian machine")
         return _checked(view, entries, read_into, begin, size)
     except CheckpointError:
         raise
-    except (zipfile.BadZipFile, pickle.UnpicklingError, NotImplementedError) as error:
-        raise ValueError(str(error)) from error
-    except (KeyError, TypeError, AttributeError, EOFError, IndexError, OSError, RuntimeError) as error:
+    except (zipfile.BadZipFile, KeyError, TypeError, EOFError, OSError, RuntimeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
