@@ -114,9 +114,9 @@ class DcpFiles:
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:  # whatever bytes may lead a pickle to
-            raise CheckpointDamageError(
-                f"{self.path / part.file}: {name} is no plain value", got=(str(error) or repr(error)).splitlines()[0], fix=AGAIN
-            ) from error
+            problem = f"{self.path / part.file}: {name} is no plain value"
+            got = (str(error) or repr(error)).splitlines()[0]
+            raise CheckpointDamageError(problem, got=got, fix=AGAIN) from error
 
 
 def dcp_shapes(folder: str | Path) -> dict[str, ShapeDtypeStruct]:
