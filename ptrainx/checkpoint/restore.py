@@ -5,22 +5,20 @@ All ranks look for the same step: rank 0 lists them, and if any rank meets damag
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ptrainx.checkpoint import scalars, steps
-from ptrainx.checkpoint.boxes import Box, inside
 from ptrainx.checkpoint.dtypes import DTYPES
 from ptrainx.checkpoint.manifest import Leaf, step_of
 from ptrainx.checkpoint.match import match
 from ptrainx.checkpoint.meeting import Meeting, telling_failure
 from ptrainx.checkpoint.read import OpenStep
 from ptrainx.checkpoint.save import check_step
-from ptrainx.checkpoint.targets import Need, Target, Targets, targets
+from ptrainx.checkpoint.targets import Target, Targets, fill, targets
 from ptrainx.core import tree as px_tree
 from ptrainx.core.errors import CheckpointDamageError, CheckpointError
 from ptrainx.mesh.mesh import Mesh
@@ -136,24 +134,7 @@ def _values(wanted: Sequence[Target], leaves: Sequence[Leaf | None], opened: Ope
         else:
             key = (leaf.tensor, target.placement)
             if key not in made:
-                made[key] = target.build(_locals(target.needs, leaf.tensor, opened))
+                dtype = DTYPES[opened.manifest.tensors[leaf.tensor].dtype].dtype
+                made[key] = target.build(fill(target, dtype, functools.partial(opened.read, leaf.tensor)))
             values.append(made[key])
     return values
-
-
-def _locals(needs: Sequence[Need], tensor: int, opened: OpenStep) -> list[torch.Tensor]:
-    """The local tensors that a leaf needs, each in memory of its own; equal boxes are read once."""
-    dtype = DTYPES[opened.manifest.tensors[tensor].dtype].dtype
-    read: dict[Box, torch.Tensor] = {}
-    found = []
-    for need in needs:
-        local = torch.empty(need.shape, dtype=dtype)
-        for piece in need.pieces:
-            part = local[inside(piece.box, piece.box.offset, piece.local)]
-            if piece.box in read:
-                part.copy_(read[piece.box])
-            else:
-                opened.read(tensor, piece.box, part)
-                read[piece.box] = part
-        found.append(local)
-    return found

@@ -58,6 +58,13 @@ def test_what_is_written_is_what_transformers_wrote(name, form, tmp_path):
     assert config_in(out) == config_in(GOLDEN / name)
 
 
+def test_the_config_says_the_dtype_that_was_written(tmp_path):
+    params = px.tree.map(lambda w: w.bfloat16(), read(GOLDEN / "gpt2")[0])
+    out = export_hf(tmp_path / "out", params, config=config_in(GOLDEN / "gpt2"))
+    assert config_in(out) == {**config_in(GOLDEN / "gpt2"), "dtype": "bfloat16"}
+    assert_same(import_hf(out), params)
+
+
 def test_forms_of_a_tree():
     """What a leaf is, in each form, by hand from the tensors of the files."""
     stored = load_file(GOLDEN / "qwen2" / "model.safetensors")

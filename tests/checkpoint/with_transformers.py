@@ -28,7 +28,6 @@ LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 20, "max_positi
 GPT2 = {"vocab_size": 26, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 12}
 ROPE = {
     "rope_type": "llama3",
-    "rope_theta": 10_000.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -36,7 +35,7 @@ ROPE = {
 }
 MODELS = {
     "llama": ("llama", {**LLAMA, "tie_word_embeddings": False}),
-    "llama-tied": ("llama", {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "rope_parameters": ROPE}),
+    "llama-tied": ("llama", {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "rope_scaling": ROPE}),
     "qwen2": ("qwen2", {**LLAMA, "tie_word_embeddings": False, "rope_theta": 1e6}),
     "qwen2-tied": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {**GPT2, "tie_word_embeddings": True}),
