@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ptrainx.checkpoint import paths
-from ptrainx.checkpoint.boxes import Box, inside, meet
+from ptrainx.checkpoint.boxes import Box, cut, inside, meet
 from ptrainx.checkpoint.dtypes import DTYPES
 from ptrainx.checkpoint.foreign.registry import table_of
 from ptrainx.checkpoint.foreign.safetensors_reader import WeightFiles
+from ptrainx.checkpoint.foreign.strided import SPAN
 from ptrainx.checkpoint.foreign.tables import Adapter, MappedLeaf, Table, identity
 from ptrainx.checkpoint.targets import Target, fill, targets
 from ptrainx.core import tree as px_tree
@@ -240,9 +241,15 @@ def _value(target: Target, leaf: MappedLeaf, files: WeightFiles, known: Table | 
 
     def read(box: Box, place: torch.Tensor) -> None:
         for part in leaf.parts:
-            shared = meet(part.place, box) if box.shape else box
-            if shared is not None:
-                mine = part.as_stored(place[inside(shared, box.offset)])
-                files.read(_found_name(part.name, files, known), part.source(shared), mine)
+            shared = meet(part.place, box)
+            name = _found_name(part.name, files, known)
+            if shared is not None and part.transposed:
+                # Read in order, then turned, which torch does in blocks; some rows of the leaf at a time.
+                for rows in cut(shared, -(-shared.size * place.dtype.itemsize // SPAN)):
+                    held = torch.empty(part.source(rows).shape, dtype=place.dtype)
+                    files.read(name, part.source(rows), held)
+                    part.as_stored(place[inside(rows, box.offset)]).t().copy_(held.t())
+            elif shared is not None:
+                files.read(name, part.source(shared), part.as_stored(place[inside(shared, box.offset)]))
 
     return target.build(fill(target, DTYPES[target.dtype].dtype, read))

@@ -12,7 +12,7 @@ import torch
 from ptrainx.checkpoint.boxes import Box
 from ptrainx.checkpoint.dtypes import bytes_of
 
-__all__ = ["read_box", "row_major"]
+__all__ = ["SPAN", "read_box", "row_major"]
 
 GAP = 1024
 """Bytes between two runs of a part up to which they are read with the runs: to ask for each run would take longer."""
