@@ -59,7 +59,7 @@ def restore(
         CheckpointDamageError: no step is as it was written, or the one that was asked for is not.
         CheckpointError: there is no step; another rank failed.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from ptrainx.checkpoint.save import save
     >>> folder = tempfile.TemporaryDirectory()
     >>> _ = save(folder.name, {"w": torch.arange(3.0)}, 1)
