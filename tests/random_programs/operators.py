@@ -6,7 +6,6 @@ All are smooth where values move by rounding, but for a few whose jumps are far 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import ptrainx as px
 from ptrainx import P
+from tests.random_programs.placements import specs
 
 __all__ = ["OPERATORS", "Operator"]
 
@@ -120,13 +120,7 @@ def _repeats(draw: Any, x: Tensor, mesh: dict[str, int]) -> tuple[Any, ...] | No
 
 
 def _spec(draw: Any, x: Tensor, mesh: dict[str, int]) -> tuple[Any, ...] | None:
-    entries: list[tuple[str, ...]] = [() for _ in x.shape]
-    for axis, size in sorted(mesh.items()):
-        dim = draw(st.integers(-1, x.ndim - 1))
-        taken = math.prod(mesh[a] for a in entries[dim]) if dim >= 0 else 1
-        if dim >= 0 and x.shape[dim] % (taken * size) == 0:
-            entries[dim] = (*entries[dim], axis)
-    return (P(*entries),)
+    return (draw(specs(tuple(x.shape), mesh)),)
 
 
 def _scalar(draw: Any, x: Tensor, mesh: dict[str, int]) -> tuple[Any, ...]:

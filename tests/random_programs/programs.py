@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ptrainx import P
 from tests.random_programs.operators import OPERATORS, Operator
+from tests.random_programs.placements import specs
 
 __all__ = ["MESHES", "Instruction", "Program", "programs"]
 
@@ -26,7 +27,7 @@ MESHES: list[dict[str, int]] = [
     {"data": 3},
     {"data": 2, "model": 2, "seq": 2},
 ]
-SIZES = (1, 2, 3, 4, 6, 8)
+SIZES = (1, 2, 3, 4, 5, 6, 8)
 ATTEMPTS = 8
 LARGEST = 600
 """Elements of a value: an operator whose result would be larger is not drawn."""
@@ -91,7 +92,7 @@ def programs(draw: Any) -> Program:
     """A program of 5 to 20 operators with placements of its arguments."""
     mesh = draw(st.sampled_from(MESHES))
     shapes = tuple(draw(st.lists(_shapes(), min_size=1, max_size=3)))
-    specs = tuple(draw(_specs(shape, mesh)) for shape in shapes)
+    where = tuple(draw(specs(shape, mesh)) for shape in shapes)
     values = [torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(shape) for shape in shapes]
     instructions: list[Instruction] = []
     for _ in range(draw(st.integers(5, 20))):
@@ -102,23 +103,11 @@ def programs(draw: Any) -> Program:
             values.append(result)
     last = len(values) - 1
     results = sorted({last, draw(st.integers(len(shapes), last))}) if instructions else [0]
-    return Program(shapes, specs, mesh, tuple(instructions), tuple(results))
+    return Program(shapes, where, mesh, tuple(instructions), tuple(results))
 
 
 def _shapes() -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.sampled_from(SIZES), min_size=1, max_size=3).map(tuple).filter(lambda s: math.prod(s) <= 200)
-
-
-@st.composite
-def _specs(draw: Any, shape: tuple[int, ...], mesh: dict[str, int]) -> P:
-    """Each axis splits a dim that it divides, or none."""
-    entries: list[tuple[str, ...]] = [() for _ in shape]
-    for axis in mesh:
-        shards = [mesh[axis] * math.prod(mesh[a] for a in names) for names in entries]
-        dim = draw(st.sampled_from([*(d for d in range(len(shape)) if shape[d] % shards[d] == 0), -1]))
-        if dim >= 0:
-            entries[dim] = (*entries[dim], axis)
-    return P(*entries)
 
 
 def _instruction(draw: Any, values: list[torch.Tensor], mesh: dict[str, int]) -> Instruction:
