@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ from ptrainx.compile.graph import origin_of, output_node
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe, is_array_like
 from ptrainx.mesh.mesh import Mesh, make_mesh
-from ptrainx.mesh.placement import local_block, spec_of
+from ptrainx.mesh.partition_spec import PartitionSpec
+from ptrainx.mesh.placement import is_first_owed, local_block, spec_of
 from ptrainx.mesh.simulated import local_tensors
-from ptrainx.mesh.spec_tree import SpecTree
-from ptrainx.mesh.transfer import device_get
+from ptrainx.mesh.spec_tree import SpecTree, spread
+from ptrainx.mesh.transfer import device_get, device_put
 from ptrainx.observe.watched_calls import Watched, WatchedCalls
 from ptrainx.transforms.grad import value_and_grad
 from ptrainx.transforms.jit import jit
@@ -104,7 +106,8 @@ def assert_mesh_invariant(
         fn: a function as `px.jit` takes it.
         args: its arguments, plain values.
         meshes: axis sizes of the meshes to try; each is simulated in this process.
-        in_specs: as for `px.jit`; axes that a mesh lacks are an error.
+        in_specs: as for `px.jit`; axes that a mesh lacks are an error. An argument whose spec has `unreduced` axes is
+            placed first, in addends that differ, since a plain value owes no sum.
         out_specs: as for `px.jit`.
         rtol: relative tolerance, for the rounding of reductions.
         atol: absolute tolerance, for values whose largest element is of order one; it grows with that.
@@ -125,9 +128,32 @@ def assert_mesh_invariant(
         mesh = make_mesh(axes, simulate=True)
         specs = {"result": out_specs, "gradient": None}
         jitted = jit(program, mesh=mesh, in_specs=in_specs, out_specs=specs, backend=backend)
-        problem = _compare(jitted(*args, cotangents=program.cotangents), want, mesh, rtol, atol)
+        given = _with_owed_sums(args, in_specs, mesh)
+        problem = _compare(jitted(*given, cotangents=program.cotangents), want, mesh, rtol, atol)
         if problem is not None:
             raise InvarianceError(problem, _first_departure(program, args, mesh, in_specs, rtol, atol))
+
+
+def _with_owed_sums(args: tuple, in_specs: SpecTree, mesh: Mesh) -> tuple:
+    """The arguments, those placed that owe a sum by their spec."""
+    pairs, treedef = px_tree.flatten_with_path(args)
+    specs = spread(in_specs, args)
+    return px_tree.unflatten(
+        treedef,
+        [_in_addends(leaf, spec, mesh) if spec and spec.unreduced else leaf for (_, leaf), spec in zip(pairs, specs)],
+    )
+
+
+def _in_addends(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    """A value as a sum that is owed. No addend of a float is zero: a function of each addend is not one of the sum."""
+    value = as_tensor(leaf)
+    placed = device_put(value, spec, mesh)
+    others = math.prod(mesh.shape[axis] for axis in spec.unreduced) - 1
+    if others and _is_float(value):
+        for rank, part in local_tensors(placed).items():
+            weight = 2.0 if is_first_owed(spec, mesh, rank) else -1.0 / others
+            part.copy_(value[local_block(spec, mesh, value.shape, rank)] * weight)
+    return placed
 
 
 class _Program:
@@ -275,8 +301,9 @@ def _first_departure(
         traced_calls.watched = calls.watched  # the same for every rank
         return [_with_a_dim(entry.value) for entry in calls.watched]
 
-    traced = jit(watched, mesh=mesh, in_specs=in_specs).trace(*args, cotangents=program.cotangents)
-    results = traced.lower().compile()(*args, cotangents=program.cotangents)
+    given = _with_owed_sums(args, in_specs, mesh)
+    traced = jit(watched, mesh=mesh, in_specs=in_specs).trace(*given, cotangents=program.cotangents)
+    results = traced.lower().compile()(*given, cotangents=program.cotangents)
     nodes: Any = output_node(traced.graphs[0].module.graph).args[0]
     for i, entry in traced_calls.matched(alone.watched):
         found = _difference(results[i], _with_a_dim(entry.value), mesh, rtol, atol)

@@ -158,6 +158,15 @@ def test_what_is_right_passes(name: str) -> None:
     px.testing.assert_mesh_invariant(fn, args, MESHES, *specs)
 
 
+def test_an_argument_may_owe_a_sum() -> None:
+    """Its addends differ, so that a rule which takes the square of each of them is told apart."""
+    x = torch.arange(1.0, 7.0)
+    meshes, owed = [{"data": 2}, {"data": 3}], P(unreduced=("data",))
+    px.testing.assert_mesh_invariant(lambda x: x * x + x.tanh(), (x,), meshes, owed)
+    with pytest.raises(px.testing.InvarianceError, match="differs"):
+        px.testing.assert_mesh_invariant(lambda x: SQUARE(x), (x,), meshes, owed, gradients=False)
+
+
 def test_another_structure_shape_or_dtype_departs() -> None:
     def one(here: Any, there: Any) -> Any:
         return lambda x: (here if current_trace() is None else there)(x)

@@ -92,7 +92,7 @@ def programs(draw: Any) -> Program:
     """A program of 5 to 20 operators with placements of its arguments."""
     mesh = draw(st.sampled_from(MESHES))
     shapes = tuple(draw(st.lists(_shapes(), min_size=1, max_size=3)))
-    where = tuple(draw(specs(shape, mesh)) for shape in shapes)
+    where = tuple(draw(specs(shape, mesh, owed=True)) for shape in shapes)
     values = [torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(shape) for shape in shapes]
     instructions: list[Instruction] = []
     for _ in range(draw(st.integers(5, 20))):
