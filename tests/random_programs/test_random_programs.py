@@ -1,6 +1,6 @@
 """Random programs give on a mesh what they give on one device; the suite runs a few of them.
 
-`python -m tests.random_programs` runs 2,000, of which those that once failed are kept here as tests of their own.
+`python -m tests.random_programs` runs 2,000. What they found is a test of its own where it was mended.
 """
 
 from __future__ import annotations
