@@ -19,7 +19,7 @@ from typing import Any
 
 import optree
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.errors import PtrainxError, TraceError
@@ -76,12 +76,15 @@ def _number_beside_sum(func: Any, args: tuple) -> bool:
     """Whether an owed sum meets a number in a place for tensors, as in `x.sum() + 0.1`, but for a factor.
 
     torch 2.13 takes such a number for a 0-d tensor when it looks up what it decided for a call before, and gives both
-    calls the answer of the first: every rank adds the number to its addend, or the tensor counts as a number.
+    calls the answer of the first: every rank adds the number to its addend, or the tensor counts as a number. Part of
+    a norm, which is a kind of its own, says that it is a "sum" too, but takes no factor.
     """
     if not any(i < len(args) and isinstance(args[i], (int, float, complex)) for i in _places_for_tensors(func)):
         return False
     owed = [p for x in _operands(args, {}) for p in x.placements if p.is_partial()]
-    return bool(owed) and not (func in _SCALES and all(p.is_partial("sum") or p.is_partial("avg") for p in owed))
+    return bool(owed) and not (
+        func in _SCALES and all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in owed)
+    )
 
 
 @functools.cache

@@ -27,6 +27,19 @@ def test_values_and_gradients_are_those_of_one_device(seed: int) -> None:
     assert tally.refused.total() <= 0.1 * tally.total
 
 
+@pytest.mark.parametrize("factor", [0.25, -0.25])
+def test_a_norm_times_a_number_and_times_a_tensor(factor: float) -> None:
+    """Found at seed 1: after the number, torch's cache took the tensor for one, too."""
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(2, 8)
+
+    def scaled(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = (x + 2).norm()
+        return norm * factor, norm * s
+
+    args = x, torch.tensor(0.3, dtype=torch.float64)
+    px.testing.assert_mesh_invariant(scaled, args, [{"data": 4}], (px.P(None, "data"), px.P()), rtol=1e-7)
+
+
 def drawn(seed: int, count: int) -> list[Program]:
     """Programs drawn from a seed."""
     found: list[Program] = []
