@@ -7,6 +7,7 @@ from ptrainx.ops.einops import einsum, rearrange, reduce, repeat
 from ptrainx.ops.experts import MoEAux, dropless_moe, grouped_matmul, moe, router_jitter
 from ptrainx.ops.losses import chunked_cross_entropy, cross_entropy
 from ptrainx.ops.norms import layer_norm, rms_norm
+from ptrainx.ops.pipeline import pipeline
 from ptrainx.ops.scan import scan
 from ptrainx.ops.sharding_rules import register_sharding
 from ptrainx.ops.tensor_parallel import column_parallel, row_parallel, vocab_parallel_embedding
@@ -24,6 +25,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "moe",
+    "pipeline",
     "rearrange",
     "reduce",
     "register_sharding",

@@ -17,7 +17,7 @@ from ptrainx.core.trace_context import current_trace, user_source
 from ptrainx.ops.random import fold_in
 from ptrainx.ops.scan import scan
 
-__all__ = ["accumulate_grads"]
+__all__ = ["accumulate_grads", "microbatches"]
 
 
 def accumulate_grads(
@@ -68,7 +68,7 @@ def accumulate_grads(
                 fix="pass batches and keys by position",
                 source=user_source(),
             )
-        stacked = {n: _microbatches(args[n], num_microbatches, n) for n in batch_argnums}
+        stacked = {n: microbatches(args[n], num_microbatches, n) for n in batch_argnums}
 
         def one(index: Any, batch: dict[int, Any]) -> Any:
             call = [batch.get(n, a) for n, a in enumerate(args)]
@@ -103,7 +103,7 @@ def _add(a: Any, b: Any) -> Any:
     return a + b
 
 
-def _microbatches(batch: Any, m: int, position: int) -> Any:
+def microbatches(batch: Any, m: int, position: int, name: str = "accumulate_grads") -> Any:
     """The batch with a leading dim of microbatches; row r of the batch becomes row r // m of microbatch r % m."""
     rows: dict[str, int] = {}
 
@@ -112,7 +112,7 @@ def _microbatches(batch: Any, m: int, position: int) -> Any:
         x = as_tensor(leaf, where) if current_trace() is None else current_trace().as_global(leaf)  # type: ignore[union-attr]
         if x.ndim == 0:
             raise InputError(
-                f"accumulate_grads: {where} has no rows",
+                f"{name}: {where} has no rows",
                 got=describe(x),
                 fix="close over it, or leave its argument out of argnums",
             )
@@ -120,8 +120,7 @@ def _microbatches(batch: Any, m: int, position: int) -> Any:
         shards = _row_shards(x)
         if x.shape[0] % (m * shards):
             raise InputError(
-                f"accumulate_grads: {where} has {x.shape[0]} rows over {shards} shards, "
-                f"which {m} microbatches do not divide",
+                f"{name}: {where} has {x.shape[0]} rows over {shards} shards, which {m} microbatches do not divide",
                 expected=f"a multiple of {m * shards} rows",
                 fix="change the batch size or num_microbatches",
                 source=user_source(),
@@ -131,7 +130,7 @@ def _microbatches(batch: Any, m: int, position: int) -> Any:
     out = px_tree.map_with_path(split, batch)
     if len(set(rows.values())) > 1:
         raise InputError(
-            "accumulate_grads: leaves with different numbers of rows",
+            f"{name}: leaves with different numbers of rows",
             got=str(rows),
             expected="one number: microbatch i takes rows i::M of each leaf",
             fix="close over what is no row of the batch, or leave its argument out of argnums",

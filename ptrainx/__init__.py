@@ -39,7 +39,7 @@ from ptrainx.mesh import (
     spec_of,
     visualize_sharding,
 )
-from ptrainx.ops import accumulate_grads, scan
+from ptrainx.ops import accumulate_grads, pipeline, scan
 from ptrainx.ops.collectives import (
     all_gather,
     all_to_all,
@@ -113,6 +113,7 @@ __all__ = [
     "ops",
     "optim",
     "pcast",
+    "pipeline",
     "pmax",
     "pmean",
     "pmin",

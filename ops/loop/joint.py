@@ -23,7 +23,7 @@ from ptrainx.ops.loop.body import trace_body
 from ptrainx.ops.loop.closure import Closure
 from ptrainx.ops.loop.partition import Partition, partition
 
-__all__ = ["Body", "Plan", "local_like", "local_size", "make_plan", "slice_spec", "stack_spec"]
+__all__ = ["Body", "Plan", "lift_constants", "local_like", "local_size", "make_plan", "slice_spec", "stack_spec"]
 
 _TRIALS = 8
 
@@ -143,7 +143,7 @@ def make_plan(body: Body, carry: list[DTensor], xs: list[DTensor], trace: TraceC
     gradient = _Gradient(needed, differentiable, y_grads, inputs, cotangents)
     found = _run(body, carry_specs, carry_grads, xs, x_specs, x_grads, closed, trace, gradient)
     module = found.module
-    constants = _lift_constants(module, len(carry) + len(xs) + len(closed), trace)
+    constants = lift_constants(module, len(carry) + len(xs) + len(closed), trace)
     n_primals = len(carry) + len(xs) + len(closed) + len(constants)
     with tc.DisableTorchFunction():
         parts = partition(trace.clean_body(module), n_primals, len(carry) + len(found.ys))
@@ -301,7 +301,7 @@ def _refuse_other_leaves(outs: list[DTensor], primals: list[DTensor], trace: Tra
         stack.extend(before for before, _ in node.next_functions)
 
 
-def _lift_constants(module: GraphModule, position: int, trace: TraceContext) -> list[torch.Tensor]:
+def lift_constants(module: GraphModule, position: int, trace: TraceContext) -> list[torch.Tensor]:
     """Fake tensors that make_fx has stored as attributes become placeholders after the first `position` ones."""
     graph = module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))

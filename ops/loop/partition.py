@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ptrainx.core import torch_compat as tc
 
-__all__ = ["Partition", "extract", "partition", "separate_outputs"]
+__all__ = ["Partition", "extract", "is_view", "partition", "separate_outputs"]
 
 _GATHERS = {"_c10d_functional::all_gather_into_tensor", "_c10d_functional::wait_tensor"}
 _CASTS = {"aten::_to_copy", "aten::clone", "aten::cat"}
@@ -93,7 +93,7 @@ def _cheap(nodes: list[Node], primals: set[Node]) -> set[Node]:
         operands = node.all_input_nodes
         name = _name(node)
         pure = all(n in from_primals for n in operands)
-        if _is_view(node) or (pure and operands and name in _GATHERS | _CASTS):
+        if is_view(node) or (pure and operands and name in _GATHERS | _CASTS):
             cheap.add(node)
             if pure:
                 from_primals.add(node)
@@ -107,10 +107,11 @@ def _name(node: Node) -> str:
     return schema.name if schema is not None else ""
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
+    """Whether a node's result shares memory with its operand."""
     if node.target is operator.getitem:
         source: Any = node.args[0]
-        return _is_view(source)
+        return is_view(source)
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 

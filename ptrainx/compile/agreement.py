@@ -56,13 +56,13 @@ def graph_lines(graph: RankGraph) -> list[GraphLine]:
     ]
 
 
-def collectives_of(graph: RankGraph) -> list[tuple[str, str, str]]:
+def collectives_of(graph: RankGraph, calls: bool = True) -> list[tuple[str, str, str]]:
     """(axis, name, meaning) of each collective, in order.
 
     All ranks have to agree on axes and names; those that meet in a collective on its meaning too. The others may send
-    another number of rows, where an axis cuts a dim unevenly.
+    another number of rows, where an axis cuts a dim unevenly, or run other stages of a pipeline in their calls.
     """
-    nodes = [(node, times) for node, times in walk(graph.module.graph) if is_collective(node)]
+    nodes = [(node, times) for node, times in walk(graph.module.graph, 1, calls) if is_collective(node)]
     return [(graph.axis_of[axis_group(node)], _name(node), _meaning(node, times, graph)) for node, times in nodes]
 
 
@@ -171,7 +171,8 @@ class Agreement:
         self.posted = True
         collectives = [] if graph is None else collectives_of(graph)
         axes = {axis: _hash([meaning for own, _, meaning in collectives if own == axis]) for axis, _, _ in collectives}
-        digest = _hash([f"{axis} {name}" for axis, name, _ in collectives])
+        common = [] if graph is None else collectives_of(graph, calls=False)
+        digest = _hash([f"{axis} {name}" for axis, name, _ in common])
         self._set({"name": self.name, "hash": digest, "axes": axes, "inputs": dict(inputs)})
 
     def post_failure(self, error: BaseException) -> None:

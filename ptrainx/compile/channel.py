@@ -51,6 +51,7 @@ class Channel:
 
     def __init__(self, group: Any, ranks: Sequence[int]):
         self.group, self.ranks, self.size = group, list(ranks), len(ranks)
+        self.sent: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
         self.gloo = not isinstance(group, SharedMemoryGroup) and "gloo" in dist.get_backend(group)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool = False) -> Pending:
@@ -146,6 +147,24 @@ class Channel:
             return Pending(out, self.group.permute(out, x, list(sources)), held=x)
         me = self.ranks.index(dist.get_rank())
         return Pending(out, permute_by_blocks(self.group, out, x, list(sources), me), held=x)
+
+    def send(self, x: torch.Tensor, peer: int, tag: int) -> None:
+        """Starts sending a value to a member, by its place; it must not be overwritten before `flush`."""
+        group = getattr(self.group, "messages", self.group)
+        self.sent.append((group.send([x], peer, tag), x))
+        while len(self.sent) > 8 and self.sent[0][0].is_completed():
+            self.sent.popleft()
+
+    def receive(self, size: Sequence[int], dtype: torch.dtype, device: Any, peer: int, tag: int) -> Pending:
+        """Starts receiving a value from a member."""
+        out = torch.empty(size, dtype=dtype, device=device)
+        group = getattr(self.group, "messages", self.group)
+        return Pending(out, group.recv([out], peer, tag))
+
+    def flush(self) -> None:
+        """Waits until everything that was sent is delivered."""
+        while self.sent:
+            self.sent.popleft()[0].wait()
 
     def broadcast(self, x: torch.Tensor, source: int) -> Pending:
         """The value of global rank `source`, everywhere."""

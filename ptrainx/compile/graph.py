@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from ptrainx.core import torch_compat as tc
 from ptrainx.core.trace_context import Origin
 from ptrainx.mesh.exchange import COLLECTIVES
+from ptrainx.ops.call import CALL
 from ptrainx.ops.loop import LOOP, LoopForm
 from ptrainx.ops.pieces import ALL_GATHER_PIECES, REDUCE_SCATTER_PIECES
 
@@ -26,8 +27,11 @@ __all__ = [
     "Loop",
     "alias_roots",
     "axis_group",
+    "body_of",
+    "called_bodies",
     "check_legal",
     "copy_module",
+    "is_call",
     "is_collective",
     "is_loop",
     "is_pure",
@@ -45,7 +49,7 @@ __all__ = [
 ]
 
 WAIT = "_c10d_functional::wait_tensor"
-IMPURE: set[str] = {"ptrainx::debug_print"}
+IMPURE: set[str] = {"ptrainx::debug_print", "ptrainx::flush", "ptrainx::receive", "ptrainx::received", "ptrainx::send"}
 """Operators whose effect is the point: kept, in order, even if nobody reads their result."""
 
 
@@ -119,12 +123,31 @@ def loops_of(graph: Graph) -> list[Loop]:
     return [loop_of(node) for node in graph.nodes if is_loop(node)]
 
 
-def walk(graph: Graph, times: int = 1) -> Iterator[tuple[Node, int]]:
-    """Every node with how often it runs, the bodies of loops in the place of the loops."""
+def is_call(node: Node) -> bool:
+    """Whether a node runs a graph of its own, once."""
+    return node.op == "call_function" and node.target is CALL
+
+
+def body_of(node: Node) -> torch.fx.GraphModule:
+    """The graph that a call runs."""
+    owner: Any = node.args[0]
+    return getattr(node.graph.owning_module, str(owner.target))  # type: ignore[no-any-return]
+
+
+def called_bodies(graph: Graph) -> dict[str, torch.fx.GraphModule]:
+    """Name -> body, of the calls of a graph: each body once, though several nodes may call it."""
+    return {str(node.args[0].target): body_of(node) for node in graph.nodes if is_call(node)}  # type: ignore[union-attr]
+
+
+def walk(graph: Graph, times: int = 1, calls: bool = True) -> Iterator[tuple[Node, int]]:
+    """Every node with how often it runs, the bodies of loops and calls in their place; those of calls if asked for."""
     for node in graph.nodes:
         if is_loop(node):
             loop = loop_of(node)
-            yield from walk(loop.body.graph, times * loop.form.length)
+            yield from walk(loop.body.graph, times * loop.form.length, calls)
+        elif is_call(node):
+            if calls:
+                yield from walk(body_of(node).graph, times)
         else:
             yield node, times
 
@@ -137,6 +160,8 @@ def copy_module(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copy = torch.fx.GraphModule(module, graph)
     for loop in loops_of(copy.graph):
         setattr(copy, loop.name, copy_module(loop.body))
+    for name, body in called_bodies(copy.graph).items():
+        setattr(copy, name, copy_module(body))
     return copy
 
 
@@ -157,6 +182,8 @@ def is_pure(node: Node) -> bool:
         return False
     if is_loop(node):
         return all(n.op in ("placeholder", "output") or is_pure(n) for n in loop_of(node).body.graph.nodes)
+    if is_call(node):
+        return all(n.op in ("placeholder", "output") or is_pure(n) for n in body_of(node).graph.nodes)
     return not writes(node) and schema_name(node) not in IMPURE
 
 
@@ -225,10 +252,12 @@ def check_legal(graph: Graph) -> None:
         body = True
         assert node.op in ("call_function", "get_attr", "output"), f"{node}: a {node.op} node"
         if node.op == "call_function":
-            known = schema_name(node) or node.target is operator.getitem or is_loop(node)
+            known = schema_name(node) or node.target is operator.getitem or is_loop(node) or is_call(node)
             assert known, f"{node}: {node.target} is no operator"
         if is_collective(node) and not schema_name(node).startswith("_dtensor"):
             assert all(is_wait(u) for u in node.users), f"{node}: read without a wait"
         if is_loop(node):
             check_legal(loop_of(node).body.graph)
+    for body in called_bodies(graph).values():
+        check_legal(body.graph)
     graph.lint()

@@ -29,8 +29,9 @@ from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ptrainx.compile.calls import owned_operands
 from ptrainx.compile.disk_cache import DiskCache, open_cache
-from ptrainx.compile.graph import loops_of
+from ptrainx.compile.graph import called_bodies, loops_of
 from ptrainx.compile.regions import Region, canonical, cut, put_in_place, region_module
 from ptrainx.compile.stage_loops import stage_loop
 from ptrainx.compile.trace import RankGraph
@@ -197,6 +198,9 @@ def _compile_module(module: GraphModule, donated: set[int], work: _Work) -> None
         for piece, owned in ((staged.ahead, ()), (staged.core, staged.owned), (staged.late, ())):
             if piece is not None:
                 _compile_module(piece, set(owned), work)
+    owned_by = owned_operands(module.graph, donated)
+    for name, body in called_bodies(module.graph).items():
+        _compile_module(body, set(owned_by[name]), work)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     # The last first: a region's outputs are inputs of later ones.
     for region in reversed(cut(module.graph, [n for i, n in enumerate(placeholders) if i in donated])):

@@ -16,6 +16,8 @@ from torch.fx import Graph, Node
 from ptrainx.compile.graph import (
     IMPURE,
     axis_group,
+    body_of,
+    is_call,
     is_collective,
     is_loop,
     is_pure,
@@ -74,6 +76,13 @@ def _run(owner: RankGraph, graph: Graph, args: list[Any]) -> Run:
             loop = loop_of(node)
             operands = [values[o] for group in loop.operands for o in group]
             values[node] = yield from _loop(owner, loop.body.graph, loop.form, operands)
+        elif is_call(node):
+            operands = [values[o] for o in node.args[1:]]  # type: ignore[index]
+            values[node] = yield from _run(owner, body_of(node).graph, operands)
+        elif schema_name(node) in ("ptrainx::send", "ptrainx::received"):
+            values[node] = yield _message(owner, node), values[node.args[0]]  # type: ignore[index]
+        elif schema_name(node) == "ptrainx::receive":
+            values[node] = None
         elif schema_name(node) not in IMPURE:
             values[node] = _apply(node, values)
         for operand_node in [o for o in node.all_input_nodes if last[o] is node]:
@@ -106,6 +115,13 @@ def _loop(owner: RankGraph, body: Graph, form: Any, operands: list[Any]) -> Run:
         for stack, y in zip(stacks, ys):
             stack[i].copy_(y)
     return [*carry, *stacks]
+
+
+def _message(owner: RankGraph, node: Node) -> CollectiveCall:
+    posted: Any = node if schema_name(node) == "ptrainx::send" else node.args[0]
+    value, peer, tag, group = node.args[0].meta["val"], *posted.args[-3:]  # type: ignore[union-attr]
+    axis = owner.axis_of[group]
+    return CollectiveCall(schema_name(node), (peer, tag), axis, origin_of(node), tuple(value.shape), value.dtype)
 
 
 def _call(owner: RankGraph, node: Node) -> CollectiveCall:

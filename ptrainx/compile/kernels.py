@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from ptrainx.compile.agreement import Agreement
 from ptrainx.compile.disk_cache import DiskCache
-from ptrainx.compile.graph import loops_of, walk
+from ptrainx.compile.graph import called_bodies, loops_of, walk
 from ptrainx.compile.sharing import share
 
 __all__ = [
@@ -170,6 +170,8 @@ def use_onednn(graph: Graph, choices: Mapping[str, str]) -> None:
             node.target = ONEDNN_MM
     for loop in loops_of(graph):
         use_onednn(loop.body.graph, choices)
+    for body in called_bodies(graph).values():
+        use_onednn(body.graph, choices)
 
 
 def _remembered(product: Product, cache: DiskCache) -> str:

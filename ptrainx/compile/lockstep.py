@@ -2,11 +2,12 @@
 
 Each rank's program is a generator that stops at a collective. A collective happens once all members of its group have
 reached it; members that ask for different ones, or a ring of ranks that wait for each other, are errors that show
-every side with its source line.
+every side with its source line. A message lies with its receiver until it is asked for.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from ptrainx.mesh.exchange import exchange
 from ptrainx.mesh.virtual import axis_groups
 
 __all__ = ["Lockstep"]
+
+SEND, RECEIVED = "ptrainx::send", "ptrainx::received"
 
 Step = Generator[tuple[int, torch.Tensor] | None, torch.Tensor | None, list[torch.Tensor]]
 
@@ -40,6 +43,7 @@ class Lockstep:
         self.programs = list(programs)
         self.shape = dict(shape)
         self.group_of: dict[str, list[list[int]]] = {}
+        self.mail: dict[tuple[int, int, str, int], collections.deque[torch.Tensor]] = {}
 
     def run(self, args: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Each rank's results from each rank's local tensors; the lists are emptied.
@@ -51,10 +55,13 @@ class Lockstep:
         results: list[list[torch.Tensor] | None] = [None] * len(steps)
         waiting: dict[int, tuple[int, torch.Tensor]] = {}
         ready: list[tuple[int, torch.Tensor | None]] = [(rank, None) for rank in range(len(steps))]
+        self.mail.clear()
         while ready:
             for rank, value in ready:
                 try:
                     request = steps[rank].send(value)
+                    while request is not None and self._sends(rank, request):
+                        request = steps[rank].send(None)
                 except StopIteration as stop:
                     results[rank] = stop.value
                 else:
@@ -62,6 +69,29 @@ class Lockstep:
                         waiting[rank] = request
             ready = self._meet(waiting, results)
         return results  # type: ignore[return-value]
+
+    def _sends(self, rank: int, request: tuple[int, torch.Tensor]) -> bool:
+        """Whether a request sends a message, which then lies with whom it is for."""
+        call = self._call(rank, request)
+        if call.name != SEND:
+            return False
+        peer, tag = call.args
+        receiver = self._group(call.axis, rank)[peer]
+        self.mail.setdefault((rank, receiver, call.axis, tag), collections.deque()).append(request[1].clone())
+        return True
+
+    def _arrivals(self, waiting: dict[int, tuple[int, torch.Tensor]]) -> list[tuple[int, Any]]:
+        """The messages that ranks wait for and that are there."""
+        found: list[tuple[int, Any]] = []
+        for rank in sorted(waiting):
+            call = self._call(rank, waiting[rank])
+            if call.name == RECEIVED:
+                peer, tag = call.args
+                box = self.mail.get((self._group(call.axis, rank)[peer], rank, call.axis, tag))
+                if box:
+                    found.append((rank, box.popleft()))
+                    del waiting[rank]
+        return found
 
     def _group(self, axis: str, rank: int) -> list[int]:
         """The members of a rank's group over an axis, or over several taken together."""
@@ -76,16 +106,18 @@ class Lockstep:
 
     def _meet(self, waiting: dict[int, tuple[int, torch.Tensor]], results: list) -> list[tuple[int, Any]]:
         """Fires every collective whose whole group is there."""
-        ready: list[tuple[int, Any]] = []
+        ready = self._arrivals(waiting)
         for rank in sorted(waiting):
             if rank not in waiting:
                 continue
             call = self._call(rank, waiting[rank])
+            if call.name == RECEIVED:
+                continue
             group = self._group(call.axis, rank)
             if not all(member in waiting for member in group):
                 continue
             calls = [self._call(member, waiting[member]) for member in group]
-            if any(c.axis != call.axis for c in calls):
+            if any(c.axis != call.axis or c.name == RECEIVED for c in calls):
                 continue
             self._check_match(group, calls)
             inputs = [waiting.pop(member)[1] for member in group]
@@ -122,4 +154,8 @@ def _sizes_match(a: CollectiveCall, i: int, b: CollectiveCall, j: int) -> bool:
 def describe_call(call: CollectiveCall) -> str:
     """A collective with its operand, axis and source line."""
     kind, dtype = call.name.split("::")[-1], str(call.dtype).removeprefix("torch.")
+    if call.name == RECEIVED:
+        peer, tag = call.args
+        sender = f"member {peer} of {call.axis!r} (tag {tag})"
+        return f"a message of {dtype}{list(call.shape)} from {sender} at {call.origin.source}"
     return f"{kind} over {call.axis!r} of {dtype}{list(call.shape)} at {call.origin.source}"

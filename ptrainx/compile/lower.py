@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ptrainx.compile.calls import owned_operands
 from ptrainx.compile.channel import Channel
 from ptrainx.compile.graph import (
     alias_roots,
+    body_of,
+    is_call,
     is_collective,
     is_loop,
     is_wait,
@@ -37,6 +40,8 @@ from ptrainx.compile.trace import RankGraph
 from ptrainx.core.trace_context import Origin
 
 __all__ = ["CollectiveCall", "generate"]
+
+_MESSAGES = {f"ptrainx::{kind}" for kind in ("flush", "receive", "received", "send")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +67,7 @@ class _Code:
         bound: what they read as globals.
         names: identity of a bound object -> its name.
         calls: the collectives of the lockstep form.
+        written: names of the functions of called bodies.
     """
 
     channels: Mapping[str, Channel] | None
@@ -70,6 +76,7 @@ class _Code:
     bound: dict[str, Any] = dataclasses.field(default_factory=dict)
     names: dict[int, str] = dataclasses.field(default_factory=dict)
     calls: list[CollectiveCall] = dataclasses.field(default_factory=list)
+    written: set[str] = dataclasses.field(default_factory=set)
 
     def bind(self, hint: str, value: Any) -> str:
         """A name in the generated functions for an object."""
@@ -115,6 +122,7 @@ class _Writer:
         self.yields = False
         self.roots = alias_roots(graph.module.graph)
         self.reused = plan_reuse(graph.module.graph, donated)
+        self.owned = owned_operands(graph.module.graph, donated)
 
     def write(self) -> None:
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
@@ -155,6 +163,10 @@ class _Writer:
                 else self.names[o]
                 for i, o in enumerate(given)
             ]
+        elif is_call(node):
+            function = self._body(node)
+            self.yields = self.yields or function in self.code.generators
+            operands = [self.names[o] for o in node.args[1:]]  # type: ignore[index]
         else:
             function = self.bind(getattr(node.target, "__name__", "region"), node.target)
             operands = [self.format(o) for o in node.args[0]]  # type: ignore[union-attr]
@@ -177,6 +189,16 @@ class _Writer:
                 _Writer(f"{stem}_{kind}", self.code, graph, owned, separate=False).write()
         write_loop(self.code, stem, staged, origin_of(staged.loop.node).source)
         return stem
+
+    def _body(self, node: Node) -> str:
+        """The name of a called body's function, written at its first call."""
+        name = str(node.args[0].target)  # type: ignore[union-attr]
+        function = f"{self.name}_{name}"
+        if function not in self.code.written:
+            self.code.written.add(function)
+            graph = dataclasses.replace(self.graph, module=body_of(node))
+            _Writer(function, self.code, graph, set(self.owned[name]), separate=False).write()
+        return function
 
     def _last_readers(self) -> dict[Node, list[Node]]:
         last: dict[Node, Node] = {}
@@ -215,6 +237,8 @@ class _Writer:
             return self.format(list(node.args[0]))  # type: ignore[arg-type]
         if is_wait(node):
             return f"{self.names[node.args[0]]}.wait()" if self.channels is not None else self.names[node.args[0]]  # type: ignore[index]
+        if schema_name(node) in _MESSAGES:
+            return self._message(node)
         args = list(node.args)
         if node in self.reused:
             kernel = callable_of(in_place_target(node))
@@ -242,6 +266,25 @@ class _Writer:
         if method == "all_reduce" and self._owned(tensor, node):
             arguments.append("True")
         return f"{self.bind(f'{method}_{axis}', bound)}({', '.join(arguments)})"
+
+    def _message(self, node: Node) -> str:
+        """A message between two ranks of an axis. In lockstep form sends and arrivals yield, as collectives do."""
+        kind = schema_name(node).split("::")[-1]
+        if kind == "received" and self.channels is not None:
+            return f"{self.names[node.args[0]]}.wait()"  # type: ignore[index]
+        posted: Any = node.args[0] if kind == "received" else node
+        axis = self.graph.axis_of[posted.args[-1]]
+        if self.channels is not None:
+            arguments = ", ".join(self.format(a) for a in node.args[:-1])
+            return f"{self.bind(f'{kind}_{axis}', getattr(self.channels[axis], kind))}({arguments})"
+        if kind in ("receive", "flush"):
+            return "None"
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        peer, tag = posted.args[-3:-1]
+        call = CollectiveCall(schema_name(node), (peer, tag), axis, origin_of(node), tuple(value.shape), value.dtype)
+        self.code.calls.append(call)
+        self.yields = True
+        return f"yield ({len(self.code.calls) - 1}, {self.format(node.args[0])})"
 
     def _owned_once(self, operand: Any, loop: Node) -> bool:
         return self._owned(operand, loop) and loop.args.count(operand) == 1
@@ -304,7 +347,7 @@ def generate(
 
 def _boxes(node: Node) -> bool:
     """Whether a node takes its operands in a list and gives a list of results."""
-    return is_loop(node) or getattr(node.target, "boxed", False)
+    return is_loop(node) or is_call(node) or getattr(node.target, "boxed", False)
 
 
 def _is_part(node: Node) -> bool:
@@ -314,4 +357,4 @@ def _is_part(node: Node) -> bool:
 
 def _is_body(node: Node) -> bool:
     """Whether a node only names the body of a loop."""
-    return node.op == "get_attr" and bool(node.users) and all(is_loop(user) for user in node.users)
+    return node.op == "get_attr" and bool(node.users) and all(is_loop(user) or is_call(user) for user in node.users)

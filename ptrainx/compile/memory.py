@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ptrainx.compile.calls import owned_operands
 from ptrainx.compile.comms import members_of
 from ptrainx.compile.graph import (
     alias_roots,
     axis_group,
+    body_of,
+    is_call,
     is_collective,
     is_loop,
     is_wait,
@@ -134,6 +137,7 @@ class _Frame:
         self.values: dict[Node, Value] = {}
         self.roots = alias_roots(self.graph)
         self.reused = plan_reuse(self.graph, donated)
+        self.owned = owned_operands(self.graph, donated)
         self.buffers: dict[int, Buffer] = {}
         self.last: dict[Node, Node] = {}
         for node in self.graph.nodes:
@@ -162,6 +166,8 @@ class _Frame:
         dead = [n for n in node.all_input_nodes if self.last[n] is node and n.op != "get_attr"]
         if is_loop(node):
             self.values[node] = self._loop(node, dead)
+        elif is_call(node):
+            self.values[node] = self._call(node, dead)
         else:
             self.values[node] = self.run._hold(self._value(node))
             for operand in dead:
@@ -271,6 +277,14 @@ class _Frame:
         if node.op != "call_function" or len(node.users) != 1 or is_wait(node):
             return False
         return list(self.roots.values()).count(self.roots.get(node, -1)) == 1
+
+    def _call(self, node: Node, dead: list[Node]) -> Value:
+        operands: list[Node] = list(node.args[1:])  # type: ignore[arg-type]
+        box = [self.run._hold(self.values[operand]) for operand in operands]
+        for operand in dead:
+            self._let_go(operand)
+        owned = self.owned[str(node.args[0].target)]  # type: ignore[union-attr]
+        return self.run.run(body_of(node), box, set(owned))
 
     # Loops, as `lower_loops` writes them.
 

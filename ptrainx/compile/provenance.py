@@ -25,7 +25,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from ptrainx.compile.graph import is_collective, is_loop, is_wait, loop_of, origin_of, output_node, schema_name
+from ptrainx.compile.graph import (
+    body_of,
+    is_call,
+    is_collective,
+    is_loop,
+    is_wait,
+    loop_of,
+    origin_of,
+    output_node,
+    schema_name,
+)
 from ptrainx.core.trace_context import Origin
 
 __all__ = ["ArgumentLabel", "annotate", "argument_label", "join_layers", "merged_origin"]
@@ -91,6 +101,7 @@ class _Sweep:
         self.layer: dict[Node, str] = {}
         self.role: dict[Node, str] = {}
         self.parts: dict[Node, list[tuple[str, str]]] = {}  # of a loop: its results, one by one
+        self.called: set[int] = set()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
 
@@ -159,6 +170,9 @@ class _Sweep:
         if is_loop(node):
             self._visit_loop(node)
             return
+        if is_call(node):
+            self._visit_call(node)
+            return
         if node in self.layer:
             return
         origin = origin_of(node)
@@ -214,6 +228,17 @@ class _Sweep:
         self._set(node, inside.loop, "")
         results: Iterable[Node] = output_node(loop.body.graph).args[0]  # type: ignore[assignment]
         self.parts[node] = [(inside.layer.get(n, "") or inside.loop, inside.role.get(n, "")) for n in results]
+
+    def _visit_call(self, node: Node) -> None:
+        """A pipeline, or a piece of its stages, whose body is annotated at its first call."""
+        self._set(node, "", "")
+        body = body_of(node)
+        if id(body) not in self.called:
+            self.called.add(id(body))
+            inside = _Sweep(body.graph, self.layer_of_call, self.loop or f"pipeline@{origin_of(node).source}")
+            inside.called = self.called
+            inside.run()
+        self.parts[node] = [("", "")] * len(node.meta["val"])
 
     def _outside(self, node: Node, carried: bool) -> tuple[str, str]:
         """The layer and role of a loop's operand; a carry comes from outside in the first step only."""

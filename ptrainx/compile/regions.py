@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ptrainx.compile.graph import (
     IMPURE,
+    is_call,
     is_collective,
     is_loop,
     is_wait,
@@ -53,7 +54,9 @@ class Region:
 
 def is_ordinary(node: Node) -> bool:
     """Whether a compiler may have a node: an operator on real numbers that computes a value and does nothing else."""
-    if node.op != "call_function" or is_loop(node) or is_collective(node) or is_wait(node) or packs(node):
+    if node.op != "call_function" or is_loop(node) or is_call(node):
+        return False
+    if is_collective(node) or is_wait(node) or packs(node):
         return False
     if node.target is operator.getitem:
         return is_ordinary(node.args[0])  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ptrainx.compile.graph import alias_roots, is_wait, read_until, schema_name
 from ptrainx.compile.stage_loops import memory_shared_with_operands
 
-__all__ = ["in_place_target", "plan_reuse", "storage_roots"]
+__all__ = ["in_place_target", "last_reads", "plan_reuse", "storage_roots"]
 
 _POINTWISE = {
     "add",
@@ -60,10 +60,12 @@ def plan_reuse(graph: Graph, donated: set[int]) -> dict[Node, int]:
     """
     nodes = list(graph.nodes)
     roots = storage_roots(graph)
-    last_read = _last_reads(nodes, roots)
+    last_read = last_reads(nodes, roots)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     kept = {roots[n] for i, n in enumerate(placeholders) if i not in donated and n in roots}
     kept |= {roots[n] for n in nodes if n.op == "get_attr" and n in roots}
+    # What is sent is read until all messages are delivered.
+    kept |= {roots[n.args[0]] for n in nodes if schema_name(n) == "ptrainx::send" and n.args[0] in roots}  # type: ignore[index]
     plan: dict[Node, int] = {}
     for position, node in enumerate(nodes):
         if in_place_target(node) is None:
@@ -96,7 +98,7 @@ def storage_roots(graph: Graph) -> dict[Node, int]:
     return roots
 
 
-def _last_reads(nodes: list[Node], roots: dict[Node, int]) -> dict[int, int]:
+def last_reads(nodes: list[Node], roots: dict[Node, int]) -> dict[int, int]:
     """Storage -> the position of its last reader; results are read at the end."""
     position = {node: i for i, node in enumerate(nodes)}
     last: dict[int, int] = {}

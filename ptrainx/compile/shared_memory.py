@@ -46,6 +46,11 @@ class SharedMemoryGroup:
         self._segment: Segment | None = None
         self._opened = False
 
+    @property
+    def messages(self) -> Any:
+        """What carries messages between two members."""
+        return self.group
+
     def size(self) -> int:
         """How many members."""
         return self.n

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ptrainx.compile.graph import axis_group, is_collective, is_loop, loop_of, origin_of, output_node, schema_name
+from ptrainx.compile.graph import (
+    axis_group,
+    body_of,
+    is_call,
+    is_collective,
+    is_loop,
+    loop_of,
+    origin_of,
+    output_node,
+    schema_name,
+)
 from ptrainx.compile.trace import Argument, Output, Program, RankGraph
 from ptrainx.core.avals import DTYPE_NAMES, describe
 from ptrainx.mesh.partition_spec import axes_of
@@ -67,6 +77,7 @@ class _Writer:
     def __init__(self, graph: RankGraph):
         self.graph = graph
         self.names: dict[Node, str] = {}
+        self.shown: set[int] = set()
 
     def name(self, graph: Graph, inputs: str, results: str) -> None:
         """Numbers the nodes of a graph from 0."""
@@ -76,9 +87,9 @@ class _Writer:
     def lines(self, graph: Graph) -> Iterator[tuple[Node, str]]:
         """Each node's line, bodies of loops included."""
         for node in graph.nodes:
-            if is_loop(node):
+            if is_loop(node) or is_call(node):
                 self._name_body(node)
-                yield from self.lines(loop_of(node).body.graph)
+                yield from self.lines(_body_of(node))
             elif node.op not in ("placeholder", "output"):
                 yield node, f"{self.line(node)}  # {_note(node)}"
 
@@ -87,8 +98,25 @@ class _Writer:
         for node in graph.nodes:
             if is_loop(node):
                 yield from self._loop(node, indent)
+            elif is_call(node):
+                yield from self._called(node, indent)
             elif node.op in ("get_attr", "call_function") and not _owns_body(node):
                 yield _noted(indent + self.line(node), node)
+
+    def _called(self, node: Node, indent: str) -> Iterator[str]:
+        """A call, with the body at its first one."""
+        body = body_of(node)
+        given = self._list(node.args[1:])  # type: ignore[arg-type]
+        yield _noted(f"{indent}{self.names[node]} = {node.args[0].target}({given})", node)  # type: ignore[union-attr]
+        if id(body) in self.shown:
+            return
+        self.shown.add(id(body))
+        self._name_body(node)
+        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        for own in placeholders:
+            yield f"{indent}  {self.names[own]}: {_type(own)}"
+        yield from self.body(body.graph, indent + "  ")
+        yield f"{indent}  return {self._list(output_node(body.graph).args[0])}"  # type: ignore[arg-type]
 
     def line(self, node: Node) -> str:
         """`v2: f32[4,8] = mm(a0, a1)`."""
@@ -96,7 +124,7 @@ class _Writer:
         return f"{self.names[node]}{': ' + kind if kind else ''} = {self._call(node)}"
 
     def _name_body(self, node: Node) -> None:
-        self.name(loop_of(node).body.graph, f"{self.names[node]}.a", f"{self.names[node]}.v")
+        self.name(_body_of(node), f"{self.names[node]}.a", f"{self.names[node]}.v")
 
     def _loop(self, node: Node, indent: str) -> Iterator[str]:
         loop = loop_of(node)
@@ -145,7 +173,11 @@ def _type(node: Node) -> str:
 
 def _owns_body(node: Node) -> bool:
     """Whether a node only names the body of a loop."""
-    return node.op == "get_attr" and all(is_loop(user) for user in node.users)
+    return node.op == "get_attr" and all(is_loop(user) or is_call(user) for user in node.users)
+
+
+def _body_of(node: Node) -> Graph:
+    return body_of(node).graph if is_call(node) else loop_of(node).body.graph
 
 
 def _noted(line: str, node: Node) -> str:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ptrainx.compile.comms import kind_of, members_of, wire_bytes
 from ptrainx.compile.cost import node_bytes, node_flops
-from ptrainx.compile.graph import axis_group, is_collective, is_loop, is_wait, schema_name
+from ptrainx.compile.graph import axis_group, body_of, is_call, is_collective, is_loop, is_wait, schema_name
 from ptrainx.compile.stage_loops import StagedLoop, stage_loop
 from ptrainx.compile.trace import RankGraph
 from ptrainx.mesh.axes import split_axes
@@ -129,6 +129,8 @@ class _Clock:
                 return [arrival.get(n, 0.0) for n in node.args[0]]
             if is_loop(node):
                 self._loop(node, arrival)
+            elif is_call(node):
+                self.run(body_of(node).graph, [])
             elif is_collective(node):
                 arrival[node] = self._issue(node)
             elif is_wait(node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ptrainx.compile.graph import check_legal, schema_name
+from ptrainx.compile.graph import called_bodies, check_legal, schema_name
 from ptrainx.compile.passes.bucket import bucket_collectives
 from ptrainx.compile.passes.common import share_common
 from ptrainx.compile.passes.dead import drop_dead
@@ -92,7 +92,7 @@ def tidy(graph: RankGraph, remat: int = 0) -> RankGraph:
 
 
 def run_passes(graph: RankGraph, watch: Watch | None = None) -> RankGraph:
-    """The graph after every pass, each checked; the bodies of its loops first, as graphs of their own.
+    """The graph after every pass, each checked; the bodies of its loops and calls first, as graphs of their own.
 
     Args:
         graph: as traced; it is changed.
@@ -102,6 +102,9 @@ def run_passes(graph: RankGraph, watch: Watch | None = None) -> RankGraph:
     for loop in trim_loops(graph.module.graph):
         body = dataclasses.replace(graph, module=loop.body, captures=[], capture_versions=[], outputs=())
         setattr(graph.module, loop.name, run_passes(body, _inside(watch, graph, loop.name)).module)
+    for name, called in called_bodies(graph.module.graph).items():
+        body = dataclasses.replace(graph, module=called, captures=[], capture_versions=[], outputs=())
+        setattr(graph.module, name, run_passes(body, _inside(watch, graph, name)).module)
     for one in PASSES:
         graph = _run(one, graph, watch)
     graph.module.recompile()
