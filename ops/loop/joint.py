@@ -23,7 +23,17 @@ from ptrainx.ops.loop.body import trace_body
 from ptrainx.ops.loop.closure import Closure
 from ptrainx.ops.loop.partition import Partition, partition
 
-__all__ = ["Body", "Plan", "lift_constants", "local_like", "local_size", "make_plan", "slice_spec", "stack_spec"]
+__all__ = [
+    "Body",
+    "Plan",
+    "lift_constants",
+    "local_like",
+    "local_size",
+    "make_plan",
+    "refuse_other_leaves",
+    "slice_spec",
+    "stack_spec",
+]
 
 _TRIALS = 8
 
@@ -262,7 +272,7 @@ def _gradients(
     """One gradient for each differentiated primal; those of the carry at the carry's placement, sums paid."""
     outs = [r for r, d in zip(results, [*gradient.carry, *gradient.ys]) if d]
     inputs = [p for p, wants in zip(primals, gradient.inputs) if wants]
-    _refuse_other_leaves(outs, primals, trace)
+    refuse_other_leaves(outs, primals, trace)
     along = [tc.wrap_local(t, s) for t, s in zip(cotangents, gradient.cotangents)]
     with trace.marked(phase="backward"), tc.DisableTorchFunction():
         live = [(o, c) for o, c in zip(outs, along) if o.requires_grad]
@@ -280,7 +290,7 @@ def _gradients(
     return out
 
 
-def _refuse_other_leaves(outs: list[DTensor], primals: list[DTensor], trace: TraceContext) -> None:
+def refuse_other_leaves(outs: list[DTensor], primals: list[DTensor], trace: TraceContext, name: str = "scan") -> None:
     """A value of the step around the loop that came in unseen would lose its gradient."""
     known = {id(p) for p in primals}
     seen: set[Any] = set()
@@ -293,9 +303,9 @@ def _refuse_other_leaves(outs: list[DTensor], primals: list[DTensor], trace: Tra
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise GradientError(
-                f"scan: the body differentiates by a value from outside that it gets past torch's functions, "
+                f"{name}: the body differentiates by a value from outside that it gets past torch's functions, "
                 f"{tuple(leaf.shape)}",
-                fix="pass it to scan in init or xs, or use it through px.reshard or an ordinary operator",
+                fix=f"pass it to {name} as an argument, or use it through px.reshard or an ordinary operator",
                 source=trace.origin.source,
             )
         stack.extend(before for before, _ in node.next_functions)

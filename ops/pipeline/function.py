@@ -113,6 +113,10 @@ class _Run:
 
     # The pieces.
 
+    def _shared(self) -> Any:
+        """The shared leaves as a piece may use them, whatever it does with them first."""
+        return px_tree.map(lambda leaf: self.trace.inside(self.trace.as_global(leaf)), self.shared)
+
     def _key(self, rest: list[DTensor]) -> Any:
         return None if self.key is None else fold_in(self.key, rest[-1])
 
@@ -120,7 +124,7 @@ class _Run:
         return px_tree.unflatten(self.rows_tree, list(leaves[: len(self.rows) - (self.key is not None)]))
 
     def _call_prologue(self, x: list[DTensor], given: list[DTensor]) -> tuple[list[DTensor], list[DTensor]]:
-        out = self.functions.first(self.shared, self._microbatch(given), self._key(given))
+        out = self.functions.first(self._shared(), self._microbatch(given), self._key(given))
         leaves, self.x_tree = px_tree.flatten(px_tree.map(self.trace.as_global, out))
         return leaves, []
 
@@ -138,7 +142,7 @@ class _Run:
 
     def _call_epilogue(self, x: list[DTensor], given: list[DTensor]) -> tuple[list[DTensor], list[DTensor]]:
         loss, aux = self.functions.last(
-            self.shared, px_tree.unflatten(self.x_tree, x), self._microbatch(given), self._key(given), self.layers
+            self._shared(), px_tree.unflatten(self.x_tree, x), self._microbatch(given), self._key(given), self.layers
         )
         found, self.last_aux_tree = px_tree.flatten(px_tree.map(self.trace.as_global, aux))
         return [self.trace.as_global(loss)], found
@@ -194,7 +198,7 @@ class _Run:
             raise SpecError(
                 f"pipeline: x is placed on {self.axis!r}",
                 got=str(spec_of_placements(spec.placements, self.trace.mesh.axis_names, len(spec.shape))),
-                fix=f"{self.axis!r} is for stages; place x on other axes",
+                fix=f"{self.axis!r} is for stages: px.reshard x to other axes, and gather weights stored in parts before use",
                 source=self.source,
             )
         return spec
@@ -225,7 +229,8 @@ class _Run:
                         f"pipeline: the {piece.name} communicates over {self.axis!r}",
                         got=str(getattr(node.target, "_schema", node.target)).split("(")[0],
                         expected="communication over other axes alone",
-                        fix=f"place what it reads on other axes than {self.axis!r}; px.reshard it before the pipeline",
+                        fix="gather weights that are stored in parts with px.reshard(w, P()) before their use, "
+                        f"and place what comes from outside on other axes than {self.axis!r}",
                         source=self.source,
                     )
 

@@ -22,7 +22,7 @@ from ptrainx.mesh.placement import contiguous_strides
 from ptrainx.ops.debug_print import held_prints
 from ptrainx.ops.loop.body import trace_body
 from ptrainx.ops.loop.closure import Closure
-from ptrainx.ops.loop.joint import lift_constants, local_size
+from ptrainx.ops.loop.joint import lift_constants, local_size, refuse_other_leaves
 from ptrainx.ops.loop.partition import extract, is_view, partition, separate_outputs
 
 __all__ = ["Piece", "Slot", "paid", "placed", "trace_piece", "try_piece"]
@@ -155,20 +155,20 @@ def trace_piece(
         wanted: identity of a closed value -> the placements of its gradient, where other pieces have another one.
     """
     run = _trace(call, inputs, weights, closed, trace, len(inputs), wanted)
-    n_given = len(inputs) + len(weights) + len(closed)
-    constants = lift_constants(run.module, n_given, trace)
-    n_results, n_aux = len(run.results), len(run.aux)
     with tc.DisableTorchFunction():
+        n_given = len(inputs) + len(weights) + len(closed)
+        constants = lift_constants(run.module, n_given, trace)
+        n_results, n_aux = len(run.results), len(run.aux)
         parts = partition(trace.clean_body(run.module), n_given + len(constants), n_results + n_aux)
+        backward = parts.backward if run.reached else None
+        whole, weight, n_passed = None, None, 0
+        if backward is not None:
+            whole, weight, n_passed = _split(backward, sum(i < len(inputs) for i in run.reached))
+            for body in (backward, whole, weight):
+                separate_outputs(body, 0)
+        separate_outputs(parts.forward, 0)
     input_grads = [i for i in run.reached if i < len(inputs)]
     weight_grads = [i for i in run.reached if i >= len(inputs)]
-    backward = parts.backward if run.reached else None
-    whole, weight, n_passed = None, None, 0
-    if backward is not None:
-        whole, weight, n_passed = _split(backward, len(input_grads))
-        for body in (backward, whole, weight):
-            separate_outputs(body, 0)
-    separate_outputs(parts.forward, 0)
     return Piece(
         name,
         parts.forward,
@@ -262,6 +262,7 @@ def _gradients(
     index = [i for i, p in enumerate(primals) if p.requires_grad]
     if not outs or not index:
         return []
+    refuse_other_leaves(outs, primals, trace, "pipeline")
     with trace.marked(phase="backward"), tc.DisableTorchFunction():
         reached: Any = torch.autograd.grad(outs, [primals[i] for i in index], along, allow_unused=True)
         out = []

@@ -74,8 +74,10 @@ def _meaning(node: Node, times: int, graph: RankGraph) -> str:
     operand, *middle, _ = node.args
     # What each rank sends and takes in an uneven all-to-all may differ; whom a permutation sends to may not.
     plain = [m for m in middle if isinstance(m, (str, int)) or name == "ppermute"]
-    axis = graph.axis_of[axis_group(node)]
-    return f"{name} over {axis} of {describe(operand.meta['val'])} {plain} {times} times"  # type: ignore[union-attr]
+    axis, value = graph.axis_of[axis_group(node)], operand.meta["val"]  # type: ignore[union-attr]
+    if name == "all_to_all_single":
+        value = value.new_empty((0, *value.shape[1:]))  # how many rows each rank sends may differ too
+    return f"{name} over {axis} of {describe(value)} {plain} {times} times"
 
 
 def _name(node: Node) -> str:
