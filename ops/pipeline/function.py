@@ -198,7 +198,7 @@ class _Run:
             raise SpecError(
                 f"pipeline: x is placed on {self.axis!r}",
                 got=str(spec_of_placements(spec.placements, self.trace.mesh.axis_names, len(spec.shape))),
-                fix=f"{self.axis!r} is for stages: px.reshard x to other axes, and gather weights stored in parts before use",
+                fix="px.reshard x to other axes, and gather weights that are stored in parts before their use",
                 source=self.source,
             )
         return spec

@@ -341,7 +341,7 @@ class _Program:
         layer = self.pieces.layer
         index = layer.weight_grads.index(k + len(self.likes)) + len(layer.input_grads)
         assert layer.backward is not None
-        return _results(layer.backward)[index].meta["val"]  # type: ignore[no-any-return]
+        return _results(layer.backward)[index].meta["val"]
 
     def _mean(self, total: Node | None, like: torch.Tensor) -> Node:
         if total is None:
@@ -357,7 +357,7 @@ class _Program:
 
 
 def _results(body: GraphModule) -> list[Node]:
-    return list(next(iter(body.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
+    return list(next(iter(body.graph.find_nodes(op="output"))).args[0])
 
 
 def stacked_gradients(pieces: Pieces) -> list[int]:

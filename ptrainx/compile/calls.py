@@ -27,19 +27,19 @@ def owned_operands(graph: Graph, donated: set[int]) -> dict[str, frozenset[int]]
     last_read = last_reads(nodes, roots)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     kept = {roots[n] for i, n in enumerate(placeholders) if i not in donated and n in roots}
-    kept |= {roots[n.args[0]] for n in nodes if schema_name(n) == "ptrainx::send" and n.args[0] in roots}  # type: ignore[index]
+    kept |= {roots[n.args[0]] for n in nodes if schema_name(n) == "ptrainx::send" and n.args[0] in roots}
     kept |= {roots[n] for n in nodes if n.op == "get_attr" and n in roots}
     owned: dict[str, frozenset[int]] = {}
     for position, node in enumerate(nodes):
         if not is_call(node):
             continue
-        operands: list[Node] = list(node.args[1:])  # type: ignore[arg-type]
+        operands: list[Node] = list(node.args[1:])
         given = [roots.get(o) for o in operands]
         mine = frozenset(
             i
             for i, root in enumerate(given)
             if root is not None and root not in kept and last_read[root] <= position and given.count(root) == 1
         )
-        name = str(node.args[0].target)  # type: ignore[union-attr]
+        name = str(node.args[0].target)
         owned[name] = owned.get(name, mine) & mine
     return owned

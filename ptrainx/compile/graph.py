@@ -131,12 +131,12 @@ def is_call(node: Node) -> bool:
 def body_of(node: Node) -> torch.fx.GraphModule:
     """The graph that a call runs."""
     owner: Any = node.args[0]
-    return getattr(node.graph.owning_module, str(owner.target))  # type: ignore[no-any-return]
+    return getattr(node.graph.owning_module, str(owner.target))
 
 
 def called_bodies(graph: Graph) -> dict[str, torch.fx.GraphModule]:
     """Name -> body, of the calls of a graph: each body once, though several nodes may call it."""
-    return {str(node.args[0].target): body_of(node) for node in graph.nodes if is_call(node)}  # type: ignore[union-attr]
+    return {str(node.args[0].target): body_of(node) for node in graph.nodes if is_call(node)}
 
 
 def walk(graph: Graph, times: int = 1, calls: bool = True) -> Iterator[tuple[Node, int]]:
@@ -258,6 +258,6 @@ def check_legal(graph: Graph) -> None:
             assert all(is_wait(u) for u in node.users), f"{node}: read without a wait"
         if is_loop(node):
             check_legal(loop_of(node).body.graph)
-    for body in called_bodies(graph).values():
-        check_legal(body.graph)
+    for called in called_bodies(graph).values():
+        check_legal(called.graph)
     graph.lint()

@@ -77,10 +77,10 @@ def _run(owner: RankGraph, graph: Graph, args: list[Any]) -> Run:
             operands = [values[o] for group in loop.operands for o in group]
             values[node] = yield from _loop(owner, loop.body.graph, loop.form, operands)
         elif is_call(node):
-            operands = [values[o] for o in node.args[1:]]  # type: ignore[index]
+            operands = [values[o] for o in node.args[1:]]
             values[node] = yield from _run(owner, body_of(node).graph, operands)
         elif schema_name(node) in ("ptrainx::send", "ptrainx::received"):
-            values[node] = yield _message(owner, node), values[node.args[0]]  # type: ignore[index]
+            values[node] = yield _message(owner, node), values[node.args[0]]
         elif schema_name(node) == "ptrainx::receive":
             values[node] = None
         elif schema_name(node) not in IMPURE:
@@ -118,9 +118,10 @@ def _loop(owner: RankGraph, body: Graph, form: Any, operands: list[Any]) -> Run:
 
 
 def _message(owner: RankGraph, node: Node) -> CollectiveCall:
-    posted: Any = node if schema_name(node) == "ptrainx::send" else node.args[0]
-    value, peer, tag, group = node.args[0].meta["val"], *posted.args[-3:]  # type: ignore[union-attr]
-    axis = owner.axis_of[group]
+    operand: Any = node.args[0]
+    posted: Any = node if schema_name(node) == "ptrainx::send" else operand
+    peer, tag, group = posted.args[-3:]
+    value, axis = operand.meta["val"], owner.axis_of[group]
     return CollectiveCall(schema_name(node), (peer, tag), axis, origin_of(node), tuple(value.shape), value.dtype)
 
 

@@ -65,7 +65,7 @@ def plan_reuse(graph: Graph, donated: set[int]) -> dict[Node, int]:
     kept = {roots[n] for i, n in enumerate(placeholders) if i not in donated and n in roots}
     kept |= {roots[n] for n in nodes if n.op == "get_attr" and n in roots}
     # What is sent is read until all messages are delivered.
-    kept |= {roots[n.args[0]] for n in nodes if schema_name(n) == "ptrainx::send" and n.args[0] in roots}  # type: ignore[index]
+    kept |= {roots[n.args[0]] for n in nodes if schema_name(n) == "ptrainx::send" and n.args[0] in roots}
     plan: dict[Node, int] = {}
     for position, node in enumerate(nodes):
         if in_place_target(node) is None:

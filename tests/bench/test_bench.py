@@ -35,6 +35,7 @@ def test_the_small_model_gives_the_losses_that_every_framework_gives() -> None:
     assert losses[-1] == pytest.approx(last, rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_minimal_run_agrees_in_losses_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new folder" / "bench.json"

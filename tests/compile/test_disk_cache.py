@@ -177,12 +177,14 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_second_process_finds_what_the_first_has_compiled(filled: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in filled.rglob("*.so")}
     assert result_of(start(filled, 0.5)) == [1, 0, 1, 0, False]  # and does not even import Inductor
     assert {file: file.stat().st_mtime_ns for file in filled.rglob("*.so")} == before
 
 
+@pytest.mark.long
 def test_everything_lies_in_the_private_folder(filled: Path) -> None:
     assert mode(filled) == 0o700
     assert {path.name for path in filled.iterdir()} == {"inductor", "regions"}
@@ -205,12 +207,14 @@ def compiled_by_a_rank(folder: str, scale: float) -> tuple[int, int]:
     return report.from_disk, report.failed
 
 
+@pytest.mark.long
 def test_two_processes_compile_one_program_at_a_time(filled: Path, pool: Pool) -> None:
     *both, third = pool.run(compiled_by_a_rank, 3, str(filled), 0.7519, timeout=300)
     assert [failed for _, failed in both] == [0, 0]
     assert third == (1, 0)
 
 
+@pytest.mark.long
 @pytest.mark.long
 def test_machine_code_that_has_changed_is_made_again(filled: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
@@ -241,6 +245,7 @@ def compiled_now(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, in
         return report.compiled, report.from_disk
 
 
+@pytest.mark.long
 def test_another_version_of_the_code_or_of_torch_misses(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled_now(filled, monkeypatch) == (1, 0)
     assert compiled_now(filled, monkeypatch) == (0, 1)
@@ -253,6 +258,7 @@ def test_another_version_of_the_code_or_of_torch_misses(filled: Path, monkeypatc
     assert compiled_now(filled, monkeypatch) == (0, 1)
 
 
+@pytest.mark.long
 def test_a_damaged_region_is_compiled_again(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_now(filled, monkeypatch)
     for file in (filled / "regions").iterdir():

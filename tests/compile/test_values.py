@@ -61,7 +61,7 @@ def run_all(axes: dict[str, int], backend: str) -> list[str]:
 @pytest.mark.parametrize(
     ("axes", "backend"),
     [
-        ({"data": 1, "model": 2}, "graph"),
+        pytest.param({"data": 1, "model": 2}, "graph", marks=pytest.mark.long),
         ({"data": 2, "model": 2}, "graph"),
         ({"data": 2, "model": 1}, "eager"),
     ],

@@ -35,6 +35,7 @@ def test_a_sample_is_equal_or_refused() -> None:
     assert sum(outcome.kind == "refused" for outcome in outcomes) <= 0.05 * len(cells)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["graph", "eager"])
 def test_the_backends_agree_on_two_axes(backend: str) -> None:
     cells = sample("2x2", every=36, first=1)

@@ -64,9 +64,9 @@ def by_torch(stacked: Any, shared: Any, batch: Any, m: int) -> tuple[torch.Tenso
     return total.detach(), list(torch.autograd.grad(total, leaves))
 
 
-def loss_and_grads(schedule: str, m: int) -> Any:
+def loss_and_grads(schedule: str, m: int, stage: Any = layer) -> Any:
     """The same as a pipeline."""
-    fn = px.pipeline(layer, prologue=embed, epilogue=head_loss, num_microbatches=m, schedule=px.schedules.get(schedule))
+    fn = px.pipeline(stage, prologue=embed, epilogue=head_loss, num_microbatches=m, schedule=px.schedules.get(schedule))
     return px.value_and_grad(fn, argnums=(0, 1))
 
 

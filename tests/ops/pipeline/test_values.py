@@ -29,7 +29,8 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 def on_mesh(schedule: str, axes: dict[str, int], m: int, layers: int, zero: int = 0, **options: Any) -> Any:
     args = values(layers)
     stacked, shared, batch = specs_on(axes, zero)
-    simulate = {} if options.pop("real", False) else {"simulate": True}
+    real = options.pop("real", False)
+    simulate = {} if real else {"simulate": True}
     step = px.jit(
         loss_and_grads(schedule, m, gathered_layer if zero else layer),
         mesh=px.make_mesh(axes, **simulate),
@@ -37,17 +38,24 @@ def on_mesh(schedule: str, axes: dict[str, int], m: int, layers: int, zero: int 
         out_specs=(P(), (stacked, shared)),
         **options,
     )
-    return step(*args), by_torch(*args, m)
+    return step(*args), None if real else by_torch(*args, m)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("axes", "m", "layers"),
     [
-        ({"pipe": 2}, 1, 4),
-        ({"pipe": 2}, 6, 5),
-        ({"pipe": 4}, 8, 6),
-        ({"data": 2, "pipe": 2}, 3, 4),
+        ({"pipe": 2}, 3, 5),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ({"pipe": 2}, 1, 4),
+                ({"pipe": 2}, 16, 4),
+                ({"pipe": 4}, 8, 6),
+                ({"pipe": 4}, 2, 9),
+                ({"data": 2, "pipe": 2}, 6, 4),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -55,6 +63,7 @@ def test_every_schedule(schedule: str, axes: dict[str, int], m: int, layers: int
     assert_same(*on_mesh(schedule, axes, m, layers))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("m", [2, 16])
 def test_eight_stages(m: int) -> None:
     assert_same(*on_mesh("1f1b", {"pipe": 8}, m, 11))
@@ -63,10 +72,10 @@ def test_eight_stages(m: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "axes", "zero"),
     [
-        ("zb", {"pipe": 2, "data": 2, "model": 2}, 0),
+        pytest.param("zb", {"pipe": 2, "data": 2, "model": 2}, 0, marks=pytest.mark.long),
         ("1f1b", {"data": 2, "pipe": 2}, 3),
         ("1f1b", {"data": 2}, 0),
-        ("interleaved", {"pipe": 2, "model": 2}, 0),
+        pytest.param("interleaved", {"pipe": 2, "model": 2}, 0, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -74,6 +83,7 @@ def test_beside_other_axes(schedule: str, axes: dict[str, int], zero: int) -> No
     assert_same(*on_mesh(schedule, axes, 4, 4, zero))
 
 
+@pytest.mark.long
 def test_compiled_stages() -> None:
     assert_same(*on_mesh("zb", {"pipe": 2}, 4, 2, backend="inductor"))
 
@@ -123,8 +133,8 @@ def test_accumulation_around_it() -> None:
     fn = px.pipeline(layer, prologue=embed, epilogue=head_loss, num_microbatches=4)
     step = px.jit(
         px.accumulate_grads(px.value_and_grad(fn, argnums=(0, 1)), 3, argnums=(2,)),
-        mesh=px.make_mesh(data=2, pipe=2, simulate=True),
-        in_specs=specs_on({"data": 2, "pipe": 2}),
+        mesh=px.make_mesh(pipe=2, simulate=True),
+        in_specs=specs_on({"pipe": 2}),
     )
     # The mean over equal parts does not depend on how rows are dealt out to them.
     assert_same(step(*args), by_torch(*args, 1))
@@ -166,9 +176,9 @@ def test_aux_and_keys() -> None:
     key = px.random.key(3)
     (loss, aux), grads = grad_fn(stacked, shared, batch, key)
     assert len(set(aux["stages"]["noise"].tolist())) == 4
-    for axes in ({"pipe": 2}, {"data": 2, "pipe": 2}):
-        step = px.jit(grad_fn, mesh=px.make_mesh(axes, simulate=True), in_specs=(*specs_on(axes), P()))
-        (found, found_aux), found_grads = step(stacked, shared, batch, key)
-        assert_same((found, found_grads), (loss, px.tree.leaves(grads)))
-        for a, b in zip(px.tree.leaves(px.device_get(found_aux)), px.tree.leaves(aux), strict=True):
-            torch.testing.assert_close(torch.as_tensor(a), b, rtol=1e-10, atol=1e-12)
+    axes = {"data": 2, "pipe": 2}
+    step = px.jit(grad_fn, mesh=px.make_mesh(axes, simulate=True), in_specs=(*specs_on(axes), P()))
+    (found, found_aux), found_grads = step(stacked, shared, batch, key)
+    assert_same((found, found_grads), (loss, px.tree.leaves(grads)))
+    for a, b in zip(px.tree.leaves(px.device_get(found_aux)), px.tree.leaves(aux), strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), b, rtol=1e-10, atol=1e-12)
