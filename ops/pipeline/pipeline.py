@@ -18,7 +18,8 @@ from ptrainx.core import torch_compat as tc
 from ptrainx.core import tree as px_tree
 from ptrainx.core.avals import as_tensor, describe
 from ptrainx.core.errors import InputError, TreeError
-from ptrainx.core.trace_context import current_trace, open_grads, user_source
+from ptrainx.core.trace_context import TraceContext, current_trace, open_grads, user_source
+from ptrainx.mesh.logical import LogicalMesh
 from ptrainx.ops.accumulate import microbatches
 from ptrainx.ops.pipeline.function import run_pipeline
 from ptrainx.ops.random import fold_in
@@ -81,13 +82,19 @@ def pipeline(
         layers = _number_of_layers(stacked)
         rows = microbatches(batch, num_microbatches, 2, "pipeline")
         trace = current_trace()
-        if trace is not None and tc.proxy_mode() is not None and open_grads() < 2 and trace.region is None:
+        if trace is not None and _in_stages(trace):
             return run_pipeline(functions, given, axis, num_microbatches, (stacked, shared, rows, key), layers, trace)
         return _in_turn(functions, num_microbatches, (stacked, shared, rows, key), layers)
 
     functools.update_wrapper(loss_fn, stage_fn, updated=())
     loss_fn.__wrapped__ = stage_fn  # type: ignore[attr-defined]
     return loss_fn
+
+
+def _in_stages(trace: TraceContext) -> bool:
+    """Whether a schedule runs it: not where it is differentiated twice, per shard, or with reductions in order."""
+    plain = open_grads() > 1 or trace.region is not None or isinstance(trace.mesh, LogicalMesh)
+    return tc.proxy_mode() is not None and not plain
 
 
 @dataclasses.dataclass(frozen=True)

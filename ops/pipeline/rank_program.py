@@ -261,8 +261,10 @@ class _Program:
         if peer == self.layout.rank:
             self.handed[kind, stage, m] = values
             return
+        reason = "activations to the next stage" if kind == "F" else "gradients to the stage before"
         for leaf, value in enumerate(values):
-            self.message(SEND, value, peer, self._tag(kind, stage, m, leaf), self.layout.group)
+            node = self.message(SEND, value, peer, self._tag(kind, stage, m, leaf), self.layout.group)
+            node.meta["custom"] = {"origin": dataclasses.replace(self.origin, asked=True, reason=reason)}
 
     def source(self, action: Action) -> tuple[str, int, int, int] | None:
         """(kind, stage, microbatch, peer) of the message that an action needs, if it needs one."""

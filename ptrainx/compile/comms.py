@@ -116,6 +116,7 @@ _KINDS = {
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
     "ppermute": "permute",
+    "send": "send",
 }
 
 
@@ -136,7 +137,7 @@ def wire_bytes(kind: str, operand: torch.Tensor, n: int) -> int:
         return 2 * size * (n - 1) // n
     if kind == "all_gather":
         return size * (n - 1)
-    if kind in ("broadcast", "permute"):
+    if kind in ("broadcast", "permute", "send"):
         return size if n > 1 else 0
     return size * (n - 1) // n
 
@@ -145,7 +146,7 @@ def report_comms(graph: RankGraph, sizes: Mapping[str, int]) -> CommReport:
     """The communication of a rank's graph, equal rows counted together, in the order of their first appearance."""
     found: dict[tuple, list[int]] = {}
     for node, times in walk(graph.module.graph):
-        if is_collective(node):
+        if is_collective(node) or schema_name(node) == "ptrainx::send":
             key, size = _row(node, graph, sizes)
             counted = found.setdefault(key, [0, 0])
             counted[0] += times

@@ -95,7 +95,27 @@ class CountingGroup(dist.ProcessGroup):
             return self.tapped.permute(output, tensor, sources)
         return permute_by_blocks(self.tapped, output, tensor, sources, self.tapped.rank())
 
+    @property
+    def messages(self) -> Any:
+        """Counts messages too."""
+        return _CountedMessages(self)
+
     def broadcast(self, tensors: list[torch.Tensor], *options: Any) -> Any:  # type: ignore[override]
         for tensor in tensors:
             self._count("broadcast", tensor)
         return self.tapped.broadcast(tensors, *options)
+
+
+class _CountedMessages:
+    """What carries messages between two members, counted."""
+
+    def __init__(self, group: CountingGroup):
+        self.group = group
+        self.under: Any = getattr(group.tapped, "messages", group.tapped)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.group._count("send", tensors[0])
+        return self.under.send(tensors, peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self.under.recv(tensors, peer, tag)
