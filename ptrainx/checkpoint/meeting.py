@@ -16,7 +16,7 @@ from typing import Any
 
 from ptrainx.core import flags
 from ptrainx.core import torch_compat as tc
-from ptrainx.core.errors import CheckpointError
+from ptrainx.core.errors import CheckpointDamageError, CheckpointError, CheckpointMismatchError
 from ptrainx.mesh.world import current_world
 
 __all__ = ["Meeting", "telling_failure"]
@@ -27,6 +27,9 @@ _left: dict[int, collections.deque[tuple[Any, list[str]]]] = {}
 
 BEAT = 1.0
 """Seconds between two signs of life."""
+
+_TRAVELS = {kind.__name__: kind for kind in (CheckpointDamageError, CheckpointMismatchError)}
+"""Errors that are raised on every rank as what they were on the first."""
 
 
 class Meeting:
@@ -100,7 +103,7 @@ class Meeting:
         """Tells the others that this rank has failed, so that nobody waits for it."""
         if self._store is not None:
             with contextlib.suppress(CheckpointError), self._reaching():
-                self._set("failed", json.dumps([self.rank, f"{type(error).__name__}: {error}"]))
+                self._set("failed", json.dumps([self.rank, type(error).__name__, str(error)]))
 
     def beat(self) -> None:
         """Tells the others now and then that this rank works on."""
@@ -113,7 +116,7 @@ class Meeting:
         """What some ranks (by default all) have posted, in their order.
 
         Raises:
-            CheckpointError: a rank has failed, or gives no sign of life.
+            CheckpointError: a rank has failed, or gives no sign of life; damage and a mismatch keep their types.
         """
         if self._store is None:
             return [json.loads(zlib.decompress(self._own[topic]))]
@@ -149,10 +152,10 @@ class Meeting:
 
     def _raise_failure(self) -> None:
         if self._store.check([f"{self._prefix}/failed"]):
-            rank, text = json.loads(self._store.get(f"{self._prefix}/failed"))
-            raise CheckpointError(
+            rank, kind, text = json.loads(self._store.get(f"{self._prefix}/failed"))
+            raise _TRAVELS.get(kind, CheckpointError)(
                 f"{self.what}: rank {rank} failed",
-                got=text,
+                got=f"{kind}: {text}",
                 fix=f"mend what rank {rank} reports; this rank has only waited for it",
             )
 

@@ -151,7 +151,8 @@ class OpenStep:
                 problem = error.problem
             if problem:
                 yield f"{file_name(about.rank)}: {problem}"
-        buffer = memoryview(bytearray(self.manifest.block))
+        sizes = [c.box.size * DTYPES[t.dtype].itemsize for t in self.manifest.tensors for c in t.chunks]
+        buffer = memoryview(bytearray(min(self.manifest.block, max(sizes, default=0))))
         for i, tensor in enumerate(self.manifest.tensors):
             for chunk in tensor.chunks:
                 size = chunk.box.size * DTYPES[tensor.dtype].itemsize

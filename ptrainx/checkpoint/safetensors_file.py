@@ -48,9 +48,11 @@ def header_problem(data: bytes, tensors: Sequence[tuple[str, str, Box, int]]) ->
     """
     try:
         found = json.loads(data[8:])
-        found.pop("__metadata__", None)
-    except (ValueError, RecursionError, AttributeError):
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
         return "its header is no JSON record"
+    found.pop("__metadata__", None)
     if data[:8] != struct.pack("<Q", len(data) - 8):
         return "its header has another length than it says"
     for name, dtype, box, begin in tensors:

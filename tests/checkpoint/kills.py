@@ -116,5 +116,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("times", type=int, nargs="?", default=300)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    print(f"{run(chosen.times, chosen.ranks)} kills, no step lost, none partial")
+    print(f"{run(chosen.times, chosen.ranks, chosen.seed)} kills, no step lost, none partial")
