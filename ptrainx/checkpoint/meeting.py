@@ -105,6 +105,12 @@ class Meeting:
             with contextlib.suppress(CheckpointError), self._reaching():
                 self._set("failed", json.dumps([self.rank, type(error).__name__, str(error)]))
 
+    def check_others(self) -> None:
+        """Raises if a rank has failed."""
+        if self._store is not None:
+            with self._reaching():
+                self._raise_failure()
+
     def beat(self) -> None:
         """Tells the others now and then that this rank works on."""
         if self._store is not None and time.monotonic() - self._last_beat > BEAT:

@@ -101,6 +101,8 @@ def _as_checkpoint_errors(meeting: Meeting) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError):  # rank 0 removes what can't be finished
+            meeting.check_others()
         raise CheckpointError(
             f"{meeting.what}: rank {meeting.rank} can't write",
             got=f"{type(error).__name__}: {error}",
@@ -138,19 +140,21 @@ def _lead(job: Job, meeting: Meeting) -> Path:
     steps.sweep(job.folder)
     path, lock = steps.new_folder(job.folder, job.step)
     try:
-        meeting.post("folder", path.name)
-        _write_own(job, meeting, path)
-        records = meeting.gather("parts")
-        manifest = encode_manifest(_merge(job, [part for record in records for part in record]))
-        parse_manifest(manifest, job.step)  # as strictly as who reads it will
-        _check_lengths(path, records)
-        files.write_file(path / MANIFEST, manifest)
-        files.write_file(path / COMMIT, encode_commit(manifest, job.step))
-        files.sync_folder(path)
-        if aside:
-            steps.set_aside(job.folder, job.step)
-        final = steps.step_folder(job.folder, job.step)
-        _commit(job, path, final)
+        # The others hear of a failure before the folder goes.
+        with telling_failure(meeting), _as_checkpoint_errors(meeting):
+            meeting.post("folder", path.name)
+            _write_own(job, meeting, path)
+            records = meeting.gather("parts")
+            manifest = encode_manifest(_merge(job, [part for record in records for part in record]))
+            parse_manifest(manifest, job.step)  # as strictly as who reads it will
+            _check_lengths(path, records)
+            files.write_file(path / MANIFEST, manifest)
+            files.write_file(path / COMMIT, encode_commit(manifest, job.step))
+            files.sync_folder(path)
+            if aside:
+                steps.set_aside(job.folder, job.step)
+            final = steps.step_folder(job.folder, job.step)
+            _commit(job, path, final)
     except BaseException:
         with contextlib.suppress(OSError):
             steps.discard(path)

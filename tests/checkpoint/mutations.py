@@ -134,7 +134,9 @@ class Victim:
         old = self.whole[file["name"]]
         text = old[8 : file["header_bytes"]]
         if data.draw(st.booleans()):
-            text = json.dumps(data.draw(ANYTHING) if data.draw(st.booleans()) else changed(json.loads(text), data)).encode()
+            text = json.dumps(
+                data.draw(ANYTHING) if data.draw(st.booleans()) else changed(json.loads(text), data)
+            ).encode()
         else:
             text = spoiled(text, data)
         size = data.draw(st.just(len(text)) | NUMBERS.map(lambda n: n % 2**64))
@@ -151,8 +153,7 @@ class Victim:
     def read(self) -> bool:
         """Restores and verifies; whether a tree came out."""
         opened: list[str] = []
-        before, _ = tracemalloc.get_traced_memory()
-        tracemalloc.reset_peak()
+        tracemalloc.start()
         signal.alarm(SECONDS)
         try:
             with watch(lambda event: opened.append(event.path)):
@@ -160,7 +161,9 @@ class Victim:
                 self._verified()
         finally:
             signal.alarm(0)
-        assert tracemalloc.get_traced_memory()[1] - before < MEMORY
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert peak < MEMORY, f"{peak:,} bytes"
         assert all(Path(path).parent == self.path for path in opened), opened
         return whole
 
@@ -208,11 +211,9 @@ def run(times: int, start: int = 0) -> int:
             read += victim.read()
 
         before = signal.signal(signal.SIGALRM, stop)
-        tracemalloc.start()
         try:
             mutated()
         finally:
-            tracemalloc.stop()
             signal.signal(signal.SIGALRM, before)
     return read
 
