@@ -189,6 +189,7 @@ def test_a_signal_to_the_run_ends_every_process_silently(number: signal.Signals,
     assert err == ""
 
 
+@pytest.mark.long
 def test_two_runs_at_once_keep_apart(tmp_path: Path) -> None:
     runs = [start_waiting(tmp_path / name) for name in ("one", "two")]
     meetings = [{(address, port) for _, address, port in workers} for _, workers in runs]

@@ -116,7 +116,7 @@ def test_pieces_come_out_together(pool: Pool) -> None:
     pool.run(pieces, 2, 2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_more_at_once_than_the_slots_hold(pool: Pool, world: int) -> None:
     pool.run(many_at_once, world, world)
 

@@ -69,21 +69,25 @@ def text_of(notebook):
     return "\n".join(output.get("text", "") for output in outputs(notebook))
 
 
+@pytest.mark.long
 def test_it_learns(found):
     assert found["test_accuracy"] > 0.95
     assert np.mean(found["losses"][-14:]) < 0.1 * found["losses"][0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["1 device", "data=8", "data=4, model=2"])
 def test_losses_are_those_of_plain_pytorch(found, mesh):
     assert len(found["on_meshes"][mesh]) == STEPS
     np.testing.assert_allclose(found["on_meshes"][mesh], found["plain_losses"], rtol=2e-5)
 
 
+@pytest.mark.long
 def test_initial_parameters_are_the_same_bits_on_every_mesh(found):
     assert found["equal_bits"]
 
 
+@pytest.mark.long
 def test_accumulation_pays_once(executed):
     table = next(o.text for o in outputs(executed) if o.get("text", "").startswith("microbatches"))
     bytes_of_shards = 4 * (64 * 128 // 2 + 128 // 2 + 128 * 10 // 2 + 10)
@@ -99,10 +103,12 @@ def test_accumulation_pays_once(executed):
         "argument state.params['up']['w'] of step was donated",
     ],
 )
+@pytest.mark.long
 def test_mistakes_are_shown(executed, message):
     assert message in text_of(executed)
 
 
+@pytest.mark.long
 def test_pictures_are_html_and_plots_are_images(executed):
     kinds = [kind for output in outputs(executed) for kind in output.get("data", {})]
     assert kinds.count("text/html") == 4

@@ -89,6 +89,7 @@ def test_values_and_gradients_are_those_of_the_global_meaning(shape: Any, axes: 
         _check(px.jit(_step(axes, mesh.axis_names, SOME), mesh=mesh, backend="eager")(_value(n)), want)
 
 
+@pytest.mark.long
 def test_inductor_and_every_pass_keep_the_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTRAINX_CHECK_PASSES", "1")
     mesh = px.make_mesh(data=2, simulate=True)
